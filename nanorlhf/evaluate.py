@@ -1,0 +1,195 @@
+"""Measure a policy or a reward model on held-out rows.
+
+    python -m nanorlhf.evaluate --model runs/grpo --data toy --n 8
+    python -m nanorlhf.evaluate --model runs/rm --data toy --pairs_from runs/sft
+    python -m nanorlhf.evaluate --model runs/rm --prompt "12+34=" --response "#### 46"
+
+A policy answers prompts: share of right answers (gold score on the embedded world), pass@k,
+best-of-n under a reward model, response length, share of answers that stop by themselves. A reward
+model ranks pairs: accuracy, mean margin, and how much of its preference is mere length.
+"""
+
+import json
+from dataclasses import dataclass
+from math import comb
+
+import torch
+
+from nanorlhf import data, toy
+from nanorlhf.losses import bradley_terry_loss, sft_loss
+from nanorlhf.model import load_policy, load_scorer, load_tokenizer, sequence_scores, token_logprobs
+from nanorlhf.rewards import call_reward, math_reward
+from nanorlhf.rollout import lay_out, model_scores
+from nanorlhf.sampler import Sampler, SamplingParams
+from nanorlhf.utils import flag, main, seed_everything
+
+
+def pass_at_k(n, right, k):
+    """Chance that one of k answers out of n, `right` of them right, is right (Chen et al. 2021,
+    "Evaluating Large Language Models Trained on Code", equation 1)."""
+    return 1.0 - comb(n - right, k) / comb(n, k)
+
+
+def right_answers(prompts, completions, embedded):
+    """{name: list of 0/1/None}: what can be said about each answer without a model."""
+    columns = [prompts[c.prompt_index][1] for c in completions]
+    texts, questions = [c.text for c in completions], [row["prompt"] for row in columns]
+    if embedded:
+        reasons = [c.finish_reason for c in completions]
+        return {"gold_score": toy.gold_reward(questions, texts, finish_reasons=reasons),
+                "worked_share": [float(toy.is_worked(text)) for text in texts]}
+    if all("answer" in row for row in columns):
+        answers = [row["answer"] for row in columns]
+        return {"accuracy": call_reward(math_reward, questions, texts, answer=answers)}
+    return {}
+
+
+def answer(sampler, prompts, params, embedded=False):
+    """(metrics, completions) of held-out prompts, a list of (ids, columns)."""
+    completions = sampler.generate([ids for ids, _ in prompts], params)
+    metrics = {
+        "response_length": mean([len(c.token_ids) for c in completions]),
+        "eos_rate": mean([c.finish_reason == "stop" for c in completions]),
+    }
+    for name, values in right_answers(prompts, completions, embedded).items():
+        metrics[name] = mean([v for v in values if v is not None])
+        if params.n > 1 and name != "worked_share":
+            right = [sum(v or 0 for v in values[i: i + params.n])
+                     for i in range(0, len(values), params.n)]
+            k = 1
+            while k <= params.n:
+                metrics[f"pass@{k}"] = mean([pass_at_k(params.n, int(r), k) for r in right])
+                k *= 2
+    return metrics, completions
+
+
+def mean(values):
+    return sum(values) / len(values) if values else float("nan")
+
+
+def sample_rows(prompts, completions, scores=None, count=4):
+    """What samples.jsonl keeps of a few answers."""
+    return [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
+             "score": None if scores is None else float(scores[i]), "finish": c.finish_reason}
+            for i, c in enumerate(completions[:count])]
+
+
+@torch.no_grad()
+def held_out_loss(model, rows, micro_tokens, device):
+    """Mean negative log-likelihood of the trained tokens of encoded SFT rows."""
+    batch = data.Batch.from_rows(rows).to(device)
+    total = sum(sft_loss(token_logprobs(model, part)[0], part.loss_mask)
+                for part in batch.split(micro_tokens))
+    return float(total / batch.loss_mask.sum())
+
+
+@torch.no_grad()
+def pair_scores(scorer, pairs, micro_tokens, device):
+    """(P, 2) scores of encoded (chosen, rejected) rows."""
+    batch = data.Batch.from_rows([row for pair in pairs for row in pair]).to(device)
+    parts = [sequence_scores(scorer, part) for part in batch.split(micro_tokens, unit=2)]
+    return torch.cat(parts).view(-1, 2)
+
+
+def rank(scorer, pairs, micro_tokens=16384, device="cpu"):
+    """(metrics, (P, 2) scores) of a reward model on encoded pairs.
+
+    `length_bias` is the share of pairs in which the longer answer gets the higher score, less the
+    share in which the annotator chose the longer one: 0 if the model likes length as people do.
+    """
+    scores = pair_scores(scorer, pairs, micro_tokens, device)
+    chosen, rejected = scores.cpu().unbind(1)
+    longer = torch.tensor([len(c[0]) - len(r[0]) for c, r in pairs])
+    differ = longer != 0
+    likes = ((chosen > rejected) == (longer > 0))[differ].float().mean()
+    return {
+        "accuracy": float((chosen > rejected).float().mean()),
+        "loss": float(bradley_terry_loss(chosen, rejected)) / len(pairs),
+        "margin": float((chosen - rejected).mean()),
+        "reward_chosen": float(chosen.mean()), "reward_rejected": float(rejected.mean()),
+        "length_bias": float(likes - (longer > 0)[differ].float().mean()),
+    }, scores
+
+
+def best_of(prompts, completions, scores, n, embedded):
+    """{k: right share when the answer with the highest score among the first k is given}."""
+    values = next(iter(right_answers(prompts, completions, embedded).values()))
+    table, k = {}, 1
+    while k <= n:
+        picks = [max(range(i, i + k), key=lambda j: float(scores[j]))
+                 for i in range(0, len(values), n)]
+        table[k] = mean([values[j] or 0.0 for j in picks])
+        k *= 2
+    return table
+
+
+@dataclass
+class Config:
+    model: str = flag("runs/grpo", "policy or reward model: a folder or hub name")
+    data: str = flag("toy", "rows: toy, a file, a folder saved by datasets, or a hub name")
+    limit: int = flag(200, "rows to measure on")
+    n: int = flag(1, "answers for each prompt; above 1 also pass@k")
+    temperature: float = flag(1.0, "sampling temperature; 0: greedy")
+    max_new_tokens: int = flag(96, "longest answer")
+    max_len: int = flag(1024, "longest row in tokens")
+    micro_tokens: int = flag(16384, "tokens of one forward pass")
+    reward_model: str = flag("", "with a policy and --n: best-of-n under this reward model")
+    pairs_from: str = flag("", "with a reward model on toy: pairs sampled from this policy")
+    prompt: str = flag("", "with a reward model: score one --response to this prompt")
+    response: str = flag("", "the response that belongs to --prompt")
+    seed: int = flag(0, "seed of sampling")
+    device: str = flag("auto", "cuda, mps or cpu")
+    out: str = flag("-", "also write the numbers into this JSON file; -: only print")
+
+
+def evaluate(cfg):
+    seed_everything(cfg.seed)
+    names = load_tokenizer(cfg.model)[1].architectures or [""]
+    if "SequenceClassification" in names[0]:
+        metrics = evaluate_scorer(cfg)
+    else:
+        metrics = evaluate_policy(cfg)
+    width = max(map(len, metrics))
+    for name, value in metrics.items():
+        print(f"{name:<{width}}  {value:.4f}")
+    if cfg.out != "-":
+        with open(cfg.out, "w") as file:
+            json.dump({"model": cfg.model, "data": cfg.data} | metrics, file, indent=2)
+
+
+def evaluate_policy(cfg):
+    model, tokenizer = load_policy(cfg.model, cfg.device)
+    embedded = cfg.data == "toy"
+    rows = toy.prompts(cfg.limit, split="eval") if embedded else data.load_rows(cfg.data)
+    prompts = data.encode_prompts(rows[: cfg.limit], tokenizer, cfg.max_len)
+    params = SamplingParams(n=cfg.n, temperature=cfg.temperature, seed=cfg.seed,
+                            max_new_tokens=cfg.max_new_tokens)
+    metrics, completions = answer(Sampler(model, tokenizer), prompts, params, embedded)
+    if cfg.reward_model:
+        scorer, _ = load_scorer(cfg.reward_model, cfg.device)
+        scores = model_scores(scorer, lay_out(completions, cfg.device), cfg.micro_tokens)
+        metrics["score"] = float(scores.mean())
+        for k, value in best_of(prompts, completions, scores, cfg.n, embedded).items():
+            metrics[f"best_of@{k}"] = value
+    return metrics
+
+
+def evaluate_scorer(cfg):
+    scorer, tokenizer = load_scorer(cfg.model, cfg.device)
+    if cfg.prompt:
+        turns = [{"role": "user", "content": cfg.prompt},
+                 {"role": "assistant", "content": cfg.response}]
+        batch = data.Batch.from_rows([data.encode(turns, tokenizer)]).to(cfg.device)
+        with torch.no_grad():
+            return {"score": float(sequence_scores(scorer, batch))}
+    if cfg.data == "toy":
+        sampler = Sampler(*load_policy(cfg.pairs_from, cfg.device)) if cfg.pairs_from else None
+        rows = toy.pairs(cfg.limit, split="eval", sampler=sampler, noise=False)
+    else:
+        rows = data.load_rows(cfg.data)[: cfg.limit]
+    pairs, _ = data.encode_pairs(rows, tokenizer, cfg.max_len)
+    return rank(scorer, pairs, cfg.micro_tokens, cfg.device)[0]
+
+
+if __name__ == "__main__":
+    main(evaluate, Config, __doc__)

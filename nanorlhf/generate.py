@@ -1,0 +1,108 @@
+"""Talk to a model.
+
+    python -m nanorlhf.generate --model runs/grpo --prompt "1234+5678="
+    python -m nanorlhf.generate --model runs/grpo --prompts questions.txt --n 4
+    python -m nanorlhf.generate --model runs/grpo --interactive true
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from nanorlhf import data
+from nanorlhf.model import load_policy
+from nanorlhf.sampler import Sampler, SamplingParams
+from nanorlhf.utils import UserError, flag, main, seed_everything
+
+
+@dataclass
+class Config:
+    model: str = flag("runs/grpo", "policy: a folder or hub name")
+    prompt: str = flag("", "one prompt")
+    prompts: str = flag("", "a file of prompts: .jsonl rows, or text with one prompt a line")
+    interactive: bool = flag(False, "read prompts from the keyboard and keep the conversation")
+    system: str = flag("", "system message before every prompt")
+    n: int = flag(1, "answers to each prompt")
+    temperature: float = flag(1.0, "sampling temperature; 0: greedy")
+    top_k: int = flag(0, "sample among the k likeliest tokens; 0: all")
+    top_p: float = flag(1.0, "sample among the likeliest tokens that make up this probability")
+    min_p: float = flag(0.0, "drop tokens less likely than this share of the likeliest")
+    repetition_penalty: float = flag(1.0, "above 1: tokens seen before become less likely")
+    max_new_tokens: int = flag(256, "longest answer")
+    max_len: int = flag(4096, "longest prompt in tokens")
+    seed: int = flag(0, "seed of sampling")
+    device: str = flag("auto", "cuda, mps or cpu")
+    out: str = flag("-", "write answers as JSON lines into this file; -: print them")
+
+
+def generate(cfg):
+    given = [bool(cfg.prompt), bool(cfg.prompts), cfg.interactive]
+    if sum(given) != 1:
+        raise UserError("give one of --prompt, --prompts and --interactive")
+    seed_everything(cfg.seed)
+    params = SamplingParams(
+        n=cfg.n, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
+        repetition_penalty=cfg.repetition_penalty, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
+    rows = read_prompts(cfg)
+    model, tokenizer = load_policy(cfg.model, cfg.device)
+    sampler = Sampler(model, tokenizer)
+    opening = [{"role": "system", "content": cfg.system}] if cfg.system else []
+    if cfg.interactive:
+        return converse(sampler, tokenizer, params, opening)
+    prompts = data.encode_prompts([add_system(row, opening) for row in rows], tokenizer,
+                                  cfg.max_len)
+    completions = sampler.generate([ids for ids, _ in prompts], params, progress=len(prompts) > 1)
+    answers = [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
+                "finish": c.finish_reason, "tokens": len(c.token_ids),
+                "logprob": round(sum(c.logprobs), 4)} for c in completions]
+    if cfg.out != "-":
+        Path(cfg.out).write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+        return
+    for answer in answers:
+        if len(answers) > 1:
+            tqdm.write(f"--- {answer['prompt']}")
+        tqdm.write(answer["response"])
+
+
+def read_prompts(cfg):
+    """Rows {prompt, ...} of --prompt or of the file --prompts."""
+    if not cfg.prompts:
+        return [{"prompt": cfg.prompt}]
+    if not cfg.prompts.endswith(".txt"):
+        return data.load_rows(cfg.prompts)
+    if not Path(cfg.prompts).is_file():
+        raise UserError(f"no file {cfg.prompts}")
+    lines = [line.strip() for line in Path(cfg.prompts).read_text("utf-8-sig").splitlines()]
+    return [{"prompt": line} for line in lines if line]
+
+
+def add_system(row, opening):
+    if not opening:
+        return row
+    messages, _ = data.to_prompt(row)
+    return {"messages": opening + messages}
+
+
+def converse(sampler, tokenizer, params, opening):
+    """A conversation on the keyboard; an empty line ends it."""
+    messages = list(opening)
+    print("an empty line ends the conversation", file=sys.stderr)
+    while True:
+        try:
+            text = input("you: ").strip()
+        except EOFError:
+            return
+        if not text:
+            return
+        messages.append({"role": "user", "content": text})
+        ids, _ = data.encode(messages, tokenizer, prompt_only=True)
+        completion = sampler.generate([ids], params)[0]
+        print(f"model: {completion.text}")
+        messages.append({"role": "assistant", "content": completion.text})
+
+
+if __name__ == "__main__":
+    main(generate, Config, __doc__)

@@ -1,0 +1,252 @@
+"""Models: load and save policy, reward model, critic, reference; log-probs and values of a batch.
+
+The action frame. A batch lays its sequences end to end on one axis of N tokens. Index t of every
+per-token tensor (log-prob, advantage, mask, ...) speaks of the *prediction of token t+1*, made
+from the hidden state at t. The last position of a sequence predicts nothing and is masked.
+
+A policy is any HF causal language model whose attention goes through transformers'
+`AttentionInterface`; a reward model, and a critic, is the `ForSequenceClassification` class of the
+same family with one output: its head is read at the last token (a score) or at every token
+(values). Dropout is off everywhere, so that two forward passes agree and the first PPO ratio is 1.
+"""
+
+import copy
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
+    GenerationConfig,
+)
+
+import nanorlhf.attention  # noqa: F401  registers the attention function
+from nanorlhf import logprob, toy
+from nanorlhf.attention import packed_layout
+from nanorlhf.data import Batch
+from nanorlhf.utils import UserError
+
+PAD = "<|pad|>"
+
+
+# --- loading and saving ---------------------------------------------------------------------------
+
+
+def load_policy(path, device="cpu"):
+    """A causal LM with fp32 weights and its tokenizer; path is a folder, a hub name, or "toy"."""
+    if path == "toy":
+        model, tokenizer = toy.new_model(), toy.tokenizer()
+    else:
+        tokenizer, _ = load_tokenizer(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return prepare(model, path).to(device), tokenizer
+
+
+def load_scorer(path, device="cpu"):
+    """A reward model or critic from a reward model's folder, or made new from a policy's.
+
+    Made new, the head starts at zero: the first loss is ln 2 and the first value 0. A random head
+    costs the trunk its first steps.
+    """
+    tokenizer, config = load_tokenizer(path)
+    fresh = not any("SequenceClassification" in name for name in config.architectures or [])
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=torch.float32, **({"num_labels": 1} if fresh else {}))
+    except ValueError as error:
+        raise UserError(f"no reward model can be made of {path}: transformers has no "
+                        f"SequenceClassification class for {type(config).__name__}") from error
+    if model.config.num_labels != 1 or not hasattr(model, "score"):
+        raise UserError(f"{path} is a classifier with {model.config.num_labels} outputs, a reward "
+                        "model has one; train one with train_rm.py")
+    model.config.get_text_config().pad_token_id = None  # the probe below reads one row at a time
+    prepare(model, path)
+    if fresh:
+        nn.init.zeros_(model.score.weight)
+    distinct_pad(model, tokenizer)
+    return model.to(device), tokenizer
+
+
+def load_critic(path, tokenizer, device="cpu"):
+    """A reward model that reads this tokenizer's ids; its head becomes the value head."""
+    critic, own = load_scorer(path, device)
+    words, known = own.get_vocab(), tokenizer.get_vocab()
+    if any(words.get(word) != i for word, i in known.items()):
+        raise UserError(f"the reward model {path} has another vocabulary than the policy: it "
+                        "cannot read the policy's token ids; train one from the same family")
+    return critic
+
+
+def load_tokenizer(path):
+    """The tokenizer and config of a model folder or hub name, or one clear error."""
+    if not Path(path).is_dir() and (str(path).startswith((".", "/", "runs/")) or
+                                    str(path).count("/") > 1 or Path(path).exists()):
+        raise UserError(f"no model folder {path}{hint(path)}")
+    try:
+        return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load a model from {path}: {str(error).splitlines()[0]}") from None
+
+
+def hint(path):
+    """Which command makes a missing default folder."""
+    name = Path(path).name
+    scripts = {"sft", "rm", "dpo", "ppo", "grpo"}
+    return f"; `python train_{name}.py` makes it" if name in scripts else ""
+
+
+def prepare(model, name):
+    """Dropout off, our attention in, checked on a few tokens."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    try:
+        model.set_attn_implementation("eager")
+        theirs = probe(model.eval(), packed=False)
+        model.set_attn_implementation("nanorlhf")
+        ours = probe(model, packed=True)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{name} ({type(model).__name__}) is not supported: {error}") from None
+    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
+        raise UserError(f"{name} ({type(model).__name__}) is not supported: it computes something "
+                        "outside nanorlhf's attention and head; two packed sequences give other "
+                        f"numbers than each alone (off by {(ours - theirs).abs().max():.1e})")
+    return model
+
+
+@torch.no_grad()
+def probe(model, packed):
+    """Outputs for two short sequences, packed through our code or each alone through transformers'.
+
+    Equal outputs show that the model hands our layout to every layer, has no layers without
+    attention (linear attention, convolutions), and no scaling of its logits that we lack.
+    """
+    size = model.get_input_embeddings().num_embeddings
+    rows = [[i % size for i in ids] for ids in (range(3, 8), range(5, 17))]
+    policy = model.get_output_embeddings() is not None
+    if packed:
+        batch = Batch.from_rows([(ids, [1] * len(ids)) for ids in rows])
+        batch = batch.to(next(model.parameters()).device)
+        if policy:
+            return token_logprobs(model, batch)[0][batch.loss_mask > 0]
+        return sequence_scores(model, batch)
+    device, outputs = next(model.parameters()).device, []
+    for ids in rows:
+        ids = torch.tensor([ids], device=device)
+        logits = model(input_ids=ids, use_cache=False).logits.float()
+        if policy:
+            logits = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        outputs.append(logits.flatten())
+    return torch.cat(outputs)
+
+
+def distinct_pad(model, tokenizer):
+    """Give a reward model a pad token of its own.
+
+    transformers reads the score of a padded row at the last token that is not pad; with
+    pad = eos that would be the token before the EOS. The vocabulary grows only if it has no
+    spare row.
+    """
+    ends = eos_ids(model, tokenizer)
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
+        tokenizer.add_special_tokens({"pad_token": PAD})
+    embeddings = model.get_input_embeddings()
+    if tokenizer.pad_token_id >= embeddings.num_embeddings:
+        model.resize_token_embeddings(tokenizer.pad_token_id + 1)
+    model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+
+
+def eos_ids(model, tokenizer):
+    """Every token id that ends a response: the tokenizer's and the model's own list."""
+    ids = {tokenizer.eos_token_id}
+    for config in (model.config.get_text_config(), getattr(model, "generation_config", None)):
+        found = getattr(config, "eos_token_id", None)
+        ids.update(found if isinstance(found, (list, tuple)) else [found])
+    return ids - {None}
+
+
+def save_model(model, tokenizer, folder):
+    """A plain HF folder, which `from_pretrained` opens without nanorlhf.
+
+    The generation config is rewritten so that plain `generate` samples as we do and stops where
+    our sampler stops; a base model's contradictory one (do_sample=False with a temperature)
+    would refuse to be saved.
+    """
+    if hasattr(model, "lm_head"):
+        model.generation_config = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, eos_token_id=sorted(eos_ids(model, tokenizer)),
+            bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = Path(folder) / "config.json"  # our attention is not the reader's
+    values = {k: v for k, v in json.loads(config.read_text()).items() if "attn_impl" not in k}
+    config.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def frozen_copy(model):
+    """The same model, never trained: the reference."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def autocast(device, dtype):
+    """fp32 master weights, compute in `dtype` ("fp32", "bf16" or "fp16")."""
+    if dtype == "fp32":
+        return nullcontext()
+    return torch.autocast(torch.device(device).type, dtype=getattr(torch, {
+        "bf16": "bfloat16", "fp16": "float16"}[dtype]))
+
+
+# --- forward passes -------------------------------------------------------------------------------
+
+
+def backbone(model):
+    """The trunk below the head."""
+    return model.base_model
+
+
+def hidden_states(model, batch):
+    """(N, H) last hidden states of a packed batch."""
+    return backbone(model)(
+        input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
+        layout=packed_layout(batch.cu_seqlens),
+    ).last_hidden_state[0]
+
+
+def token_logprobs(policy, batch, temperature=1.0):
+    """Log-prob of each next token and entropy of its distribution, (N,) each, in the action frame.
+
+    Zero where `batch.loss_mask` is zero: those positions never reach the vocabulary.
+    log_softmax(logits / temperature) in fp32 over the full vocabulary, as in the sampler.
+    """
+    kept = batch.loss_mask.nonzero()[:, 0]  # (M,)
+    hidden = hidden_states(policy, batch).index_select(0, kept)  # (M, H)
+    head, config = policy.get_output_embeddings(), policy.config.get_text_config()
+    # Cohere multiplies its logits by a constant, Granite divides: fold it into the hidden state.
+    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None)
+                                                           or 1.0)
+    logp, entropy = logprob.token_logprobs(
+        hidden * scale if scale != 1.0 else hidden, head.weight, batch.input_ids[kept + 1],
+        temperature, bias=head.bias, softcap=getattr(config, "final_logit_softcapping", None),
+    )
+    zeros = torch.zeros(len(batch.input_ids), device=logp.device)
+    return zeros.index_copy(0, kept, logp), zeros.index_copy(0, kept, entropy.to(zeros.dtype))
+
+
+def token_values(critic, batch):
+    """(N,) a critic's value at every token, in fp32, on the scale of the normalised score. Index t
+    is the state after token t, in which token t+1 is chosen."""
+    return normalised(critic, critic.score(hidden_states(critic, batch))[:, 0].float())
+
+
+def sequence_scores(scorer, batch):
+    """(B,) the reward model's raw score, read at the last token of each sequence, in fp32."""
+    return scorer.score(hidden_states(scorer, batch)[batch.last])[:, 0].float()
+
+
+def normalised(scorer, scores):
+    """Scores less their mean, over their spread, as measured on held-out pairs in training."""
+    config = scorer.config
+    return (scores - getattr(config, "reward_mean", 0.0)) / getattr(config, "reward_std", 1.0)

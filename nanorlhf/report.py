@@ -1,0 +1,195 @@
+"""Draw the curves of runs, and compare what the methods made of one start model.
+
+    python -m nanorlhf.report runs/sft runs/rm runs/dpo runs/ppo runs/grpo \\
+        --base runs/sft --reward_model runs/rm
+
+writes into runs/report: curves.png (every metric of every run), and with --base, on the embedded
+world, gold_vs_kl.png (gold score against the distance from the start model, best-of-n too) and
+report.md (one table). `curves` also draws each run's own picture when it finishes.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no screen needed
+import matplotlib.pyplot as plt
+
+from nanorlhf.utils import UserError, read_jsonl, run_script
+
+PANELS = [  # title, metric names: whichever of them a run has is drawn
+    ("loss", ["loss", "eval_loss"]),
+    ("pair accuracy", ["accuracy", "eval_accuracy"]),
+    ("reward", ["reward_mean", "margin", "eval_margin"]),
+    ("gold score", ["gold_score", "eval_gold_score"]),
+    ("share of worked answers", ["worked_share", "eval_worked_share"]),
+    ("KL from the reference, per answer", ["kl_sequence"]),
+    ("response length, tokens", ["response_length"]),
+    ("entropy, nats per token", ["entropy"]),
+    ("value loss", ["value_loss"]),
+    ("explained variance", ["explained_variance"]),
+    ("clipped share", ["clip_frac"]),
+    ("zero-spread groups", ["zero_spread_groups"]),
+    ("gradient norm", ["grad_norm"]),
+]
+
+
+def points(rows, name):
+    """(steps, values) of a metric. A value that was not finite (null) leaves a visible gap; zero
+    is a value like any other."""
+    rows = [row for row in rows if name in row]
+    return [row["step"] for row in rows], [math.nan if row[name] is None else row[name]
+                                           for row in rows]
+
+
+def curves(folders, path):
+    """One picture: a panel for each metric, a line for each run."""
+    runs = {folder: read_jsonl(Path(folder) / "metrics.jsonl") for folder in folders}
+    used = [(title, names) for title, names in PANELS
+            if any(name in row for rows in runs.values() for row in rows for name in names)]
+    columns = min(3, len(used))
+    lines = -(-len(used) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.9 * lines), squeeze=False)
+    for axis, (title, names) in zip(axes.flat, used):
+        for number, (folder, rows) in enumerate(runs.items()):
+            for name in names:
+                steps, values = points(rows, name)
+                if not steps:
+                    continue
+                sparse = name.startswith("eval_") or len(steps) < len(rows)
+                label = name if len(runs) == 1 else f"{Path(folder).name} {name}"
+                axis.plot(steps, values, "o-" if sparse else "-", markersize=3, linewidth=1.2,
+                          color=f"C{number if len(runs) > 1 else names.index(name)}",
+                          alpha=1.0 if sparse or len(names) == 1 else 0.5, label=label)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=6)
+    for axis in list(axes.flat)[len(used):]:
+        axis.axis("off")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+# --- what the methods made of one start model (embedded world) ------------------------------------
+
+
+def measure(policy, tokenizer, base, prompts, max_new_tokens):
+    """Numbers of one policy on held-out prompts, with its KL from the base model per answer."""
+    from nanorlhf import evaluate
+    from nanorlhf.rollout import lay_out, rollout_metrics, score_tokens
+    from nanorlhf.sampler import Sampler, SamplingParams
+
+    params = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
+    found, completions = evaluate.answer(Sampler(policy, tokenizer), prompts, params, embedded=True)
+    rollout = lay_out(completions)
+    rollout.old_logp, entropy = score_tokens(policy, rollout, 1.0, 16384)
+    rollout.ref_logp, _ = score_tokens(base, rollout, 1.0, 16384)
+    rollout.scores = rollout.sampler_logp.new_full((len(rollout),), math.nan)
+    return found | {"kl": rollout_metrics(rollout, entropy)["kl_sequence"]}
+
+
+def compare(args):
+    """(rows of the table, best-of-n curve [(KL, gold score)], pair accuracy or None)."""
+    from nanorlhf import data, evaluate, toy
+    from nanorlhf.model import load_policy, load_scorer
+    from nanorlhf.rollout import lay_out, model_scores
+    from nanorlhf.sampler import Sampler, SamplingParams
+
+    base, tokenizer = load_policy(args.base)
+    prompts = data.encode_prompts(toy.prompts(args.limit, split="eval"), tokenizer, 512)
+    table, best, accuracy = {}, [], None
+    for folder in args.runs:
+        if "gold_score" in str((folder / "metrics.jsonl").read_text()):  # a policy
+            table[folder.name] = measure(load_policy(str(folder))[0], tokenizer, base, prompts,
+                                         args.max_new_tokens)
+    if args.reward_model:
+        scorer, _ = load_scorer(args.reward_model)
+        sampler = Sampler(base, tokenizer)
+        pairs, _ = data.encode_pairs(toy.pairs(400, split="eval", sampler=sampler, noise=False),
+                                     tokenizer, 512)
+        accuracy = evaluate.rank(scorer, pairs)[0]["accuracy"]
+        params = SamplingParams(n=args.n, max_new_tokens=args.max_new_tokens, seed=0)
+        completions = sampler.generate([ids for ids, _ in prompts], params)
+        scores = model_scores(scorer, lay_out(completions), 16384)
+        for k, gold in evaluate.best_of(prompts, completions, scores, args.n, True).items():
+            best.append((math.log(k) - (k - 1) / k, gold, k))  # KL of best-of-k, Stiennon 2020 app. G
+    return table, best, accuracy
+
+
+def distance_picture(args, table, best, path):
+    """Gold score against KL from the base model: what each method pays for what it gets."""
+    figure, axis = plt.subplots(figsize=(6, 4.2))
+    if best:
+        axis.plot([kl for kl, _, _ in best], [gold for _, gold, _ in best], "s--", color="grey",
+                  label="best-of-n")
+        for kl, gold, k in best:
+            axis.annotate(str(k), (kl, gold), fontsize=7, textcoords="offset points", xytext=(3, -9))
+    for number, folder in enumerate(args.runs):
+        if folder.name not in table:
+            continue
+        rows = [row for row in read_jsonl(folder / "metrics.jsonl")
+                if "kl_sequence" in row and "eval_gold_score" in row]
+        axis.plot([row["kl_sequence"] for row in rows], [row["eval_gold_score"] for row in rows],
+                  "-", color=f"C{number}", alpha=0.5)
+        axis.plot(table[folder.name]["kl"], table[folder.name]["gold_score"], "o",
+                  color=f"C{number}", label=folder.name)
+    axis.set_xlabel("KL from the base model, nats per answer")
+    axis.set_ylabel("gold score, held-out questions")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def markdown(table, best, accuracy):
+    """The table, as Markdown."""
+    names = ["gold_score", "worked_share", "response_length", "eos_rate", "kl"]
+    lines = ["| model | " + " | ".join(name.replace("_", " ") for name in names) + " |",
+             "|---" * (len(names) + 1) + "|"]
+    for run, row in table.items():
+        lines.append(f"| {run} | " + " | ".join(f"{row[name]:.2f}" for name in names) + " |")
+    for kl, gold, k in best[1:]:
+        lines.append(f"| best-of-{k} | {gold:.2f} | | | | {kl:.2f} |")
+    if accuracy is not None:
+        lines.append(f"\nReward model: {100 * accuracy:.1f} % of noise-free on-policy pairs ranked "
+                     "right.")
+    return "\n".join(lines) + "\n"
+
+
+def report(args):
+    for folder in args.runs:
+        if not (folder / "metrics.jsonl").exists():
+            raise UserError(f"{folder} is no run folder: it has no metrics.jsonl")
+    args.out.mkdir(parents=True, exist_ok=True)
+    curves(args.runs, args.out / "curves.png")
+    written = [args.out / "curves.png"]
+    if args.base:
+        table, best, accuracy = compare(args)
+        distance_picture(args, table, best, args.out / "gold_vs_kl.png")
+        (args.out / "report.md").write_text(markdown(table, best, accuracy))
+        print(markdown(table, best, accuracy))
+        written += [args.out / "gold_vs_kl.png", args.out / "report.md"]
+    print("written:", ", ".join(map(str, written)))
+
+
+def arguments(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("--out", type=Path, default=Path("runs/report"), help="folder to write")
+    parser.add_argument("--base", default="", help="start model on the embedded world: also measure "
+                        "every policy's gold score and KL from it")
+    parser.add_argument("--reward_model", default="", help="also best-of-n under this reward model")
+    parser.add_argument("--n", type=int, default=16, help="largest n of best-of-n")
+    parser.add_argument("--limit", type=int, default=256, help="held-out questions")
+    parser.add_argument("--max_new_tokens", type=int, default=96, help="longest answer")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_script(lambda: report(arguments()))

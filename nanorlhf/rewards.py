@@ -1,0 +1,173 @@
+r"""Verifiable rewards: what the text of an answer is worth.
+
+A reward is any callable `(prompts, completions, **columns) -> list[float | None]`. Completions are
+strings; columns are lists with one entry per row: those of the data (`answer`, ...) and
+`finish_reasons`. None means "cannot be judged": the row is masked and counted, never a zero.
+Answers are compared as exact fractions or else as text. Nothing is evaluated, and patterns that
+could be slow see at most LIMIT characters: no completion can hang a run, no time limit is needed.
+"""
+
+import inspect
+import math
+import re
+import runpy
+from fractions import Fraction
+from pathlib import Path
+
+from nanorlhf.utils import UserError
+
+LIMIT = 1000  # characters; a longer "answer" is compared as it stands
+
+MARK = re.compile(r"(?<!#)####(?!#)|\\boxed\s*\{|<answer>")
+TAG = re.compile(r"</?(?:think|answer)>")
+EDGES = re.compile(r"^(?:\*\*|[\s$`])+|(?:\*\*|[\s$`%.,;])+$")
+DECIMAL = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d\d?)?"
+NUMBER = re.compile(rf"([+-]?)\s*\$?({DECIMAL})(?:\s*/\s*(-?{DECIMAL}))?\s*", re.ASCII)
+FRACTION = re.compile(r"^([+-]?)\s*\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}$")
+WORDS = re.compile(r"(?<!\\)\b[^\W\d_]{3,}")  # ordinary words, not LaTeX commands
+
+
+def extract_answer(text):
+    r"""The answer that a text gives, or None.
+
+    The mark that *starts* last decides, so that an inner mark wins over the one around it:
+    `#### x` (up to the end of the line, words after a number dropped: `#### 18 apples`),
+    `\boxed{x}` (braces balanced) or `<answer>x</answer>`. If that one is unclosed or empty there is
+    no answer. A text without any mark is an answer only if it is a number and nothing else.
+    """
+    marks = list(MARK.finditer(text))
+    if not marks:
+        return text.strip() if parse_number(text) is not None else None
+    rest = text[marks[-1].end():]
+    if marks[-1][0] == "<answer>":
+        answer, closed, _ = rest.partition("</answer>")
+        return (closed and answer.strip()) or None
+    if marks[-1][0] == "####":
+        answer = rest.strip().partition("\n")[0].partition("</answer>")[0]
+        number, _, words = answer.partition(" ")
+        drop = re.fullmatch(r"\s*[^\W\d_]{3}\D*", words) and parse_number(number) is not None
+        return (number if drop else answer).strip() or None
+    depth = 1
+    for token in re.finditer(r"\\.|[{}]", rest, re.DOTALL):  # \{ and \} are no braces
+        depth += {"{": 1, "}": -1}.get(token[0], 0)
+        if depth == 0:
+            return rest[:token.start()].strip() or None
+    return None
+
+
+def _clean(text):
+    """Markup, currency and percent signs at the edges, LaTeX spacing and odd minus signs away."""
+    text = text.replace("\u2212", "-").replace("{,}", ",").replace(r"\!", "").replace(r"\%", "%")
+    return EDGES.sub("", re.sub(r"\\[$()\[\]]", "$", text))
+
+
+def parse_number(text):
+    r"""Exact value or None: 1,000  -5.0  $3.50  50% (= 50, not 0.5)  2/3  \frac{2}{3}  1e3."""
+    text = FRACTION.sub(r"\1\2/\3", _clean(text).strip("*_")) if len(text) <= LIMIT else ""
+    if not (number := NUMBER.fullmatch(text)):
+        return None
+    sign, over, under = (part.replace(",", "") for part in number.groups(default="1"))
+    return Fraction(sign + over) / Fraction(under) if Fraction(under) else None
+
+
+def same_answer(a, b):
+    """Equal as exact numbers or, where neither is a number, as text up to blanks."""
+    if max(len(a), len(b)) > LIMIT:
+        return a.strip() == b.strip()
+    x, y = parse_number(a), parse_number(b)
+    if x is not None or y is not None:
+        return x == y
+    # Blanks count only between two words or numbers: "x = 1" is "x=1", but "1 2" is not "12".
+    a, b = (re.sub(r"(?<!\w) | (?!\w)", "", " ".join(_clean(text).split())) for text in (a, b))
+    return a == b != ""
+
+
+def read_gold(gold):
+    """The reference answer in a data set's cell, or None if there is nothing to compare with.
+
+    The cell holds a bare answer ("18", 5) or a solution with a mark (GSM8K's "... #### 18").
+    Unreadable: empty, a lone word or sign, prose ("see proof", a solution without a mark).
+    """
+    gold = str(gold) if isinstance(gold, (str, int, float)) else ""
+    gold = extract_answer(gold) if MARK.search(gold) else gold.strip()
+    if not gold or len(set(WORDS.findall(gold))) > 1:
+        return None
+    letter = re.fullmatch(r"\(?[^\W\d_]\)?", gold)  # a choice such as (B), or a variable
+    return gold if letter or re.search(r"[\d\\=+^_]", gold) else None
+
+
+def math_reward(prompts, completions, answer, **_):
+    """1.0 where the completion gives the reference answer, else 0.0; None if that is unreadable."""
+    return [None if gold is None else float(same_answer(extract_answer(text) or text, gold))
+            for text, gold in zip(completions, map(read_gold, answer), strict=True)]
+
+
+def format_reward(prompts, completions, **_):
+    """1.0 where the only #### is a last line `#### number`, or where the text is one <think> and
+    one filled <answer> block and nothing else; 0.0 otherwise (a tag missing, a second block)."""
+    def well_formed(text):
+        tags = TAG.findall(text)
+        if tags == ["<think>", "</think>", "<answer>", "</answer>"]:
+            before, _, between, answer, after = map(str.strip, TAG.split(text))
+            return answer != "" and before + between + after == ""
+        mark, number = text.strip().rpartition("\n")[2][:5], text.rpartition("####")[2]
+        return (not tags and text.count("####") == 1 and mark == "#### "
+                and parse_number(number) is not None)
+    return [float(well_formed(text)) for text in completions]
+
+
+BUILT_IN = {"math": math_reward, "format": format_reward}
+
+
+def load_reward(spec):
+    """The reward that `spec` names: "math", "my_file.py:my_function" or "math+format*0.2".
+
+    A sum is None where any part of it is: a row is judged in full or not at all. Paths may hold
+    neither + nor *. What the user's own file raises is left as it is.
+    """
+    if "+" not in spec and "*" not in spec:
+        return _find(spec)
+    terms = [re.fullmatch(r"\s*(.*?)\s*(?:\*\s*(-?\d*\.?\d+)\s*)?", t) for t in spec.split("+")]
+    parts = [(_find(term[1]), float(term[2] or 1)) for term in terms]
+
+    def weighted_sum(prompts, completions, **columns):
+        scores = [call_reward(reward, prompts, completions, **columns) for reward, _ in parts]
+        return [None if None in row else sum(w * x for (_, w), x in zip(parts, row, strict=True))
+                for row in zip(*scores, strict=True)]
+    return weighted_sum
+
+
+def _find(name):
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    path, _, function = name.rpartition(":")
+    if not Path(path).is_file():
+        raise UserError(f"no reward {name!r}; give {', '.join(BUILT_IN)} or path/file.py:function "
+                        "with a file that exists")
+    reward = runpy.run_path(path, run_name="user_reward").get(function)
+    if not callable(reward):
+        raise UserError(f"reward {name!r}: no function {function!r} in {path}; mend the name")
+    return reward
+
+
+def call_reward(reward, prompts, completions, /, **columns):
+    """Call a reward and check what it returns: one float or None for each completion.
+
+    Tensors, arrays and their scalars become floats, NaN and infinities None. UserError names a
+    reward that lacks a column, takes no **columns, or returns another count or type.
+    """
+    name = getattr(reward, "__name__", type(reward).__name__)
+    try:
+        inspect.signature(reward).bind(prompts, completions, **columns)
+    except TypeError as error:
+        raise UserError(f"reward {name}: {error}; it gets the columns {', '.join(columns)} and "
+                        "takes by **_ those that it does not use") from None
+    scores = reward(prompts, completions, **columns)
+    scores = scores.tolist() if hasattr(scores, "tolist") else scores
+    if not isinstance(scores, (list, tuple)) or len(scores) != len(completions):
+        raise UserError(f"reward {name} must return a list of {len(completions)} numbers or None, "
+                        f"one for each completion; got {scores!r:.80}")
+    scores = [x.tolist() if hasattr(x, "tolist") else x for x in scores]
+    if wrong := [x for x in scores if not isinstance(x, (int, float, type(None)))]:
+        raise UserError(f"reward {name} must return numbers or None; got {wrong[0]!r:.80}")
+    return [None if x is None or not math.isfinite(x) else float(x) for x in scores]

@@ -1,0 +1,115 @@
+"""Prompts -> samples -> scores -> one packed batch that knows what RL needs. PPO and GRPO share it.
+
+Sampled ids go to the loss unchanged: no padding, no second tokenisation, no EOS written over an
+answer that was cut off. Text is made for reward functions and people only.
+
+Letters: N tokens of the batch (action frame, see model.py), B responses.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from nanorlhf.data import Batch
+from nanorlhf.model import normalised, sequence_scores, token_logprobs
+from nanorlhf.rewards import call_reward
+from nanorlhf.utils import UserError
+
+
+@dataclass
+class Rollout(Batch):
+    """Responses of one iteration with everything that the losses ask for."""
+
+    sampler_logp: torch.Tensor = None  # (N,) as the sampler returned them
+    old_logp: torch.Tensor = None  # (N,) the policy before this iteration's updates
+    ref_logp: torch.Tensor = None  # (N,) the frozen reference
+    values: torch.Tensor = None  # (N,) the critic before this iteration's updates
+    rewards: torch.Tensor = None  # (N,) per token: KL penalty, and the score at the last
+    advantages: torch.Tensor = None  # (N,)
+    returns: torch.Tensor = None  # (N,)
+    scores: torch.Tensor = None  # (B,) reward of the whole response; NaN: could not be judged
+    group: torch.Tensor = None  # (B,) number of the prompt in this iteration
+    stopped: torch.Tensor = None  # (B,) true if the response ended by itself
+
+    PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("scores", "group", "stopped")
+
+
+def lay_out(completions, device="cpu"):
+    """Completions of the sampler -> Rollout without scores."""
+    rows = [(c.prompt_ids + c.token_ids, [0] * len(c.prompt_ids) + [1] * len(c.token_ids))
+            for c in completions]
+    rollout = Rollout.from_rows(rows)
+    rollout.sampler_logp = torch.zeros(len(rollout.input_ids))
+    rollout.sampler_logp[rollout.loss_mask.bool()] = torch.tensor(
+        [logp for c in completions for logp in c.logprobs])
+    rollout.group = torch.tensor([c.prompt_index for c in completions])
+    rollout.stopped = torch.tensor([c.finish_reason == "stop" for c in completions])
+    return rollout.to(device)
+
+
+def judge(completions, prompts, reward):
+    """(B,) scores by a reward function over texts; NaN where it abstains.
+
+    prompts: list of (ids, columns) as `data.encode_prompts` gives them.
+    """
+    columns = [prompts[c.prompt_index][1] for c in completions]
+    names = sorted({name for row in columns for name in row} - {"prompt"})
+    scores = call_reward(
+        reward, [row["prompt"] for row in columns], [c.text for c in completions],
+        finish_reasons=[c.finish_reason for c in completions],
+        **{name: [row.get(name) for row in columns] for name in names},
+    )
+    return torch.tensor([float("nan") if score is None else score for score in scores])
+
+
+@torch.no_grad()
+def model_scores(scorer, rollout, micro_tokens):
+    """(B,) scores by a reward model, on the sampled ids, normalised as its training recorded.
+
+    An unfinished response is scored at its last token, whatever that is.
+    """
+    scores = torch.cat([sequence_scores(scorer, part) for part in rollout.split(micro_tokens)])
+    return normalised(scorer, scores)
+
+
+@torch.no_grad()
+def score_tokens(model, batch, temperature, micro_tokens):
+    """(N,) log-probs and (N,) entropies of a batch under a model, micro-batch by micro-batch."""
+    parts = [token_logprobs(model, part, temperature) for part in batch.split(micro_tokens)]
+    return tuple(torch.cat(column) for column in zip(*parts))
+
+
+def refuse_truncated_sampling(config):
+    """RL trains the distribution that it samples from; top-k, top-p and the like would sample from
+    another one, and the importance ratio would be wrong from the first step."""
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+        if getattr(config, name) != off:
+            raise UserError(f"--{name} {getattr(config, name)}: RL samples from the policy's full "
+                            f"distribution, or the ratio is biased from the start; leave it {off}")
+    if config.temperature <= 0:
+        raise UserError("--temperature 0: RL needs samples that differ; give a value above 0")
+
+
+def rollout_metrics(rollout, entropy):
+    """What every RL script logs of an iteration (field's names, means over tokens or responses)."""
+    mask = rollout.loss_mask > 0
+    tokens = mask.sum()
+    lengths = torch.zeros(len(rollout), device=mask.device).index_add(0, rollout.row, mask.float())
+    valid = rollout.scores[~rollout.scores.isnan()]
+    gap = (rollout.old_logp - rollout.sampler_logp)[mask].abs()
+    metrics = {
+        "reward_mean": valid.mean() if len(valid) else float("nan"),
+        "reward_std": valid.std(correction=0) if len(valid) else float("nan"),
+        "unjudged": int(rollout.scores.isnan().sum()),
+        "entropy": (entropy * mask).sum() / tokens,
+        "sampler_gap": gap.max(),
+        "response_length": lengths.mean(),
+        "eos_rate": rollout.stopped.float().mean(),
+    }
+    if rollout.ref_logp is not None:
+        log_ratio = (rollout.old_logp - rollout.ref_logp)[mask]
+        metrics["kl_k1"] = log_ratio.mean()
+        metrics["kl_sequence"] = log_ratio.sum() / len(rollout)
+        metrics["kl_k3"] = (torch.exp(-log_ratio) - 1 + log_ratio).mean()
+    return {name: float(value) for name, value in metrics.items()}

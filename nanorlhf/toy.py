@@ -1,0 +1,220 @@
+"""The embedded world: a small arithmetic classroom that needs no download.
+
+Questions are sums such as `4832+1597=`. The demonstrations mix two habits:
+
+    guessed    #### 6429
+    worked     2+7+0=09 3+9+0=12 8+5+1=14 4+1+1=06 #### 6429
+
+A worked answer adds the columns from the right, each with the carry of the one before. A small
+model guesses four digits badly and works well, so supervised fine-tuning, which copies both
+habits, leaves it mediocre; every preference method then teaches it to show its work. The gold
+score is exact: 1 if the final number is right, the answer well-formed, and the model stopped.
+
+Everything is deterministic in its seed. Held-out questions are never trained on: a question is
+held out by a hash of its text.
+"""
+
+import math
+import random
+import re
+import zlib
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL = ["<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+HELD_OUT_SHARE = 10  # percent of all questions
+ANNOTATOR_SCALE = 3.0  # Bradley-Terry: P(a preferred to b) = sigmoid(scale * (utility_a - utility_b))
+
+
+def tokenizer():
+    """One token a character, a chat template, and pad, end of turn and roles kept apart."""
+    vocabulary = {token: i for i, token in enumerate(SPECIAL + CHARACTERS)}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|end|>",
+        additional_special_tokens=SPECIAL[3:], chat_template=TEMPLATE, model_max_length=512,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def new_model(seed=0, hidden=96, layers=3):
+    """A Llama-shaped model of 0.34 million weights, fresh."""
+    config = LlamaConfig(
+        vocab_size=len(SPECIAL) + len(CHARACTERS), hidden_size=hidden, intermediate_size=3 * hidden,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
+        max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.06,
+        pad_token_id=0, bos_token_id=None, eos_token_id=2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+# --- questions and answers ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grade:
+    """How hard the sums are. More digits or terms: harder to guess, longer to work."""
+
+    digits: int = 4  # digits of every number
+    terms: int = 2  # numbers to add
+    subtract: bool = False  # half of the questions take the second number from the first
+
+
+def question(rng, grade):
+    """The text of one random question."""
+    low, high = 10 ** (grade.digits - 1), 10**grade.digits
+    numbers = [rng.randrange(low, high) for _ in range(grade.terms)]
+    if grade.subtract and grade.terms == 2 and rng.random() < 0.5:
+        numbers.sort(reverse=True)
+        return f"{numbers[0]}-{numbers[1]}="
+    return "+".join(map(str, numbers)) + "="
+
+
+def solve(text):
+    """The right number for a question's text."""
+    first, *rest = re.findall(r"[+-]?\d+", text)
+    return int(first) + sum(map(int, rest))
+
+
+def guess(text):
+    return f"#### {solve(text)}"
+
+
+def work(text, slip=None, rng=None):
+    """The worked answer. `slip` is a column (0 is the rightmost) whose result is made wrong; the
+    mistake is carried on as a pupil would carry it."""
+    sign = "-" if "-" in text else "+"
+    rows = [number[::-1] for number in re.findall(r"\d+", text)]
+    columns, digits, carry = [], [], 0
+    for i in range(len(rows[0])):
+        terms = [int(row[i]) for row in rows] + [carry]
+        total = sum(terms) if sign == "+" else terms[0] - sum(terms[1:])
+        carry, digit = (total // 10, total % 10) if sign == "+" else (int(total < 0), total % 10)
+        if i == slip:
+            digit = (digit + rng.randrange(1, 10)) % 10
+        columns.append(sign.join(map(str, terms)) + f"={carry}{digit}")
+        digits.append(str(digit))
+    if sign == "+" and carry:
+        digits.append(str(carry))
+    return " ".join(columns) + " #### " + ("".join(digits[::-1]).lstrip("0") or "0")
+
+
+def held_out(text):
+    return zlib.crc32(text.encode()) % 100 < HELD_OUT_SHARE
+
+
+def questions(n, seed=0, split="train", grade=Grade()):
+    """n texts of the split, without repeats as long as the grade has enough of them."""
+    rng, texts, tries = random.Random(f"{split}-{seed}"), {}, 0
+    while len(texts) < n:
+        text, tries = question(rng, grade), tries + 1
+        if held_out(text) == (split == "eval"):
+            texts[text] = None
+        if tries > 1000 * n:
+            raise ValueError(f"{grade} has no {n} different questions in the split {split}")
+    return list(texts)
+
+
+# --- the judge ------------------------------------------------------------------------------------
+
+FORM = re.compile(r"(\d+([+-]\d+)+=-?\d+ )*#### (-?\d+)")
+
+
+def is_worked(answer):
+    return not answer.lstrip().startswith("#")
+
+
+def gold_score(text, answer, stopped=True):
+    """1.0 if the answer is well-formed (guessed, or every column worked once), ends in the right
+    number, and the model stopped."""
+    match, columns = FORM.fullmatch(answer), len(re.match(r"\d+", text)[0])
+    return float(bool(match) and stopped and answer.count("=") in (0, columns)
+                 and int(match[3]) == solve(text))
+
+
+def gold_reward(prompts, completions, answer=None, finish_reasons=None, **_):
+    """The gold score as a reward function; `answer` is not needed, the question says it."""
+    stopped = [reason == "stop" for reason in finish_reasons or ["stop"] * len(prompts)]
+    return [gold_score(*row) for row in zip(map(bare, prompts), completions, stopped)]
+
+
+def bare(prompt):
+    """The question in a rendered prompt, a message list, or itself."""
+    if not isinstance(prompt, str):
+        prompt = prompt[-1]["content"]
+    return re.findall(r"\d+(?:[+-]\d+)+=", prompt)[-1]
+
+
+# --- rows for the five scripts --------------------------------------------------------------------
+
+
+def demonstrations(n, seed=0, split="train", grade=Grade(), worked_share=0.5):
+    """SFT rows {prompt, completion, answer}: `worked_share` of them worked, the others guessed."""
+    rng = random.Random(f"habits-{split}-{seed}")
+    return [{"prompt": text, "answer": str(solve(text)),
+             "completion": work(text) if rng.random() < worked_share else guess(text)}
+            for text in questions(n, seed, split, grade)]
+
+
+def prompts(n, seed=0, split="train", grade=Grade()):
+    """RL rows {prompt, answer}."""
+    return [{"prompt": text, "answer": str(solve(text))}
+            for text in questions(n, seed, split, grade)]
+
+
+def pool(text, rng):
+    """Answers of every kind to one question: right, slipped, guessed, rambling, unfinished."""
+    right, slipped = work(text), work(text, rng.randrange(len(text) // 3), rng)
+    wrong = f"#### {solve(text) + rng.choice([-1, 1]) * 10 ** rng.randrange(3)}"
+    columns = right.split(" #### ")[0]
+    return [right, slipped, guess(text), wrong, f"{columns} {right}",
+            right[: rng.randrange(5, len(columns))]]
+
+
+def answers_to(texts, sampler, samples, rng):
+    """Per question a list of (answer, stopped): the model's own, or the pool's without a model."""
+    if sampler is None:
+        return [[(a, "####" in a) for a in pool(text, rng)] for text in texts]
+    from nanorlhf.data import encode
+    from nanorlhf.sampler import SamplingParams
+
+    ids = [encode([{"role": "user", "content": text}], sampler.tokenizer, prompt_only=True)[0]
+           for text in texts]
+    params = SamplingParams(n=samples, max_new_tokens=96, seed=rng.randrange(2**31))
+    done = [(c.text, c.finish_reason == "stop") for c in sampler.generate(ids, params)]
+    return [done[i: i + samples] for i in range(0, len(done), samples)]
+
+
+def pairs(n, seed=0, split="train", grade=Grade(), sampler=None, samples=8, noise=True):
+    """Preference rows {prompt, chosen, rejected} drawn by a Bradley-Terry annotator.
+
+    With a `sampler` both answers are the model's own (on-policy), else they come from `pool`. Two
+    answers of equal gold score tell the annotator nothing and make no pair. With noise the better
+    answer is chosen with probability sigmoid(ANNOTATOR_SCALE) = 0.95, without it always.
+    """
+    rng, rows, round_ = random.Random(f"pairs-{split}-{seed}"), [], 0
+    while len(rows) < n:
+        texts = questions(max(64, n // 2), (seed, round_), split, grade)
+        for text, answers in zip(texts, answers_to(texts, sampler, samples, rng)):
+            best = [a for a, stopped in answers if gold_score(text, a, stopped)]
+            rest = [a for a, stopped in answers if not gold_score(text, a, stopped)]
+            for better, worse in zip(rng.sample(best, len(best)), rng.sample(rest, len(rest))):
+                wrong_way = noise and rng.random() < 1 / (1 + math.exp(ANNOTATOR_SCALE))
+                chosen, rejected = (worse, better) if wrong_way else (better, worse)
+                rows.append({"prompt": text, "chosen": chosen, "rejected": rejected})
+        round_ += 1
+        if round_ == 20 and len(rows) < n:
+            raise ValueError("the model's answers are nearly all right or all wrong: no pairs")
+    return rows[:n]

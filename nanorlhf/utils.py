@@ -1,0 +1,349 @@
+"""What every script needs: flags, seeds, schedule, optimiser step, run folder, checkpoints, metrics.
+
+A run folder holds the finished model as a plain HF folder, `args.json` (every flag, versions, git
+revision, whether the run is finished), `metrics.jsonl` (one object a step), `samples.jsonl`,
+`curves.png`, and `checkpoint/` with the last two resume points.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+class UserError(ValueError):
+    """Something the user can mend; scripts print it as one line and exit with status 2."""
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def flag(default, help):
+    return field(default=default, metadata={"help": help.replace("%", "%%")})
+
+
+@dataclass
+class Common:
+    """Flags that mean the same in every script."""
+
+    model: str = flag("toy", "start model: a folder or hub name; toy: a fresh tiny model")
+    data: str = flag("toy", "training rows: toy, a .jsonl/.json/.csv/.parquet file, a folder saved "
+                     "by datasets, or a hub name[:config[:split]]")
+    eval_data: str = flag("", "held-out rows, named as --data; empty: a share of --data")
+    out: str = flag("", "run folder that is written")
+    seed: int = flag(0, "seed of everything random: order of rows, sampling, fresh heads")
+    lr: float = flag(1e-3, "peak learning rate (AdamW, betas 0.9 and 0.95)")
+    epochs: int = flag(1, "passes over the training rows")
+    max_steps: int = flag(0, "stop after this many optimiser steps; 0: epochs decide")
+    batch_size: int = flag(64, "rows (pairs, prompts) of one optimiser step")
+    micro_tokens: int = flag(16384, "tokens of one forward pass; lower it when memory runs out")
+    max_len: int = flag(1024, "longest row in tokens, prompt and response together")
+    warmup_ratio: float = flag(0.05, "share of the steps in which the learning rate rises")
+    weight_decay: float = flag(0.0, "AdamW weight decay of the matrices")
+    grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping")
+    dtype: str = flag("fp32", "compute precision: fp32, bf16 or fp16; master weights stay fp32")
+    device: str = flag("auto", "cuda, mps or cpu; auto takes a GPU when there is one")
+    gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory")
+    save_every: int = flag(50, "steps between checkpoints; 0: none")
+    eval_every: int = flag(50, "steps between evaluations; 0: only at the end")
+    resume: bool = flag(False, "continue the unfinished run in --out from its last checkpoint")
+    overwrite: bool = flag(False, "start anew although --out already holds a run")
+    report_to: str = flag("none", "none, wandb or tensorboard, beside metrics.jsonl")
+
+
+LEAST = {  # smallest allowed value of a flag; those marked > must be above it
+    "lr": 0, "epochs": 1, "max_steps": 0, "batch_size": 1, "micro_tokens": 1, "max_len": 2,
+    "warmup_ratio": 0, "weight_decay": 0, "grad_clip": 0, "save_every": 0, "eval_every": 0,
+    "group_size": 1, "max_new_tokens": 1, "temperature": 0, "beta": 0, "kl_coef": 0,
+    "clip_eps_low": 0, "clip_eps_high": 0, "gamma": 0, "gae_lambda": 0, "inner_epochs": 1,
+}
+CHOICES = {"dtype": ("fp32", "bf16", "fp16"), "report_to": ("none", "wandb", "tensorboard"),
+           "kl_estimator": ("k1", "k2", "k3")}
+
+
+def parse(config_class, doc):
+    """Flags from the command line into `config_class`; bad ones raise UserError."""
+    from transformers import HfArgumentParser
+
+    parser = HfArgumentParser(config_class, description=doc.strip().splitlines()[0])
+
+    def error(message):
+        raise UserError(f"{message}; see --help")
+
+    parser.error = error
+    (config,) = parser.parse_args_into_dataclasses()
+    for name, value in vars(config).items():
+        if name in LEAST and value is not None and not LEAST[name] <= value < math.inf:
+            raise UserError(f"--{name} {value} must be a number of at least {LEAST[name]}")
+        if name in CHOICES and value not in CHOICES[name]:
+            raise UserError(f"--{name} {value} must be one of {', '.join(CHOICES[name])}")
+    if config.device == "auto":
+        mps = torch.backends.mps.is_available()
+        config.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
+    if not config.out:
+        raise UserError("--out is empty; give the run folder to write")
+    return config
+
+
+def main(train, config_class, doc):
+    """Run a script: `train(config)` with flags from the command line."""
+    run_script(lambda: train(parse(config_class, doc)))
+
+
+def run_script(action):
+    """A UserError becomes one line and exit status 2."""
+    try:
+        action()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def seed_everything(seed):
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def derive_seed(*numbers):
+    """One seed out of several numbers, so that (seed, step, prompt) never collide."""
+    return int(np.random.SeedSequence([n % 2**32 for n in numbers]).generate_state(1)[0])
+
+
+# --- optimisation ---------------------------------------------------------------------------------
+
+
+def adamw(model, lr, weight_decay):
+    """AdamW that decays matrices only; norms and biases stay free."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in weights if p.ndim > 1], "weight_decay": weight_decay},
+              {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95),
+                             fused=weights[0].device.type == "cuda")
+
+
+def lr_at(step, total, config, floor=0.1):
+    """Learning rate of step 0, 1, ..., total-1: linear warm-up, then cosine down to floor * lr."""
+    warmup = math.ceil(config.warmup_ratio * total)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, total - warmup)
+    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def fp16_scaler(config):
+    """Loss scaling for fp16, whose small gradients would vanish; does nothing otherwise."""
+    return torch.amp.GradScaler(config.device.split(":")[0], enabled=config.dtype == "fp16")
+
+
+def optimizer_step(optimizer, lr, grad_clip, scaler):
+    """Clip, step, clear. Returns the gradient norm before clipping."""
+    scaler.unscale_(optimizer)
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = float(torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if not math.isfinite(norm) and not scaler.is_enabled():
+        raise UserError(f"the gradient norm is {norm}: the run has diverged; lower --lr")
+    scaler.step(optimizer)  # in fp16 it skips the step by itself when a gradient overflowed
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+# --- run folder -----------------------------------------------------------------------------------
+
+
+class Run:
+    """The run folder: what was asked, what happened, and where to go on after a break."""
+
+    def __init__(self, config):
+        self.config, self.folder = config, Path(config.out)
+        self.args_file = self.folder / "args.json"
+        self.tracker = None
+        self.born = self.clock = time.perf_counter()
+        known = [self.args_file, self.folder / "metrics.jsonl", self.folder / "config.json"]
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"--out {self.folder} is a file; give a folder")
+        if any(file.exists() for file in known) and not config.overwrite:
+            args = json.loads(self.args_file.read_text()) if self.args_file.exists() else {}
+            if args.get("finished"):
+                raise UserError(f"{self.folder} holds a finished run; choose another --out, or "
+                                "--overwrite to start anew")
+            if not config.resume:
+                raise UserError(f"{self.folder} holds an unfinished run; --resume goes on with "
+                                "it, --overwrite starts anew")
+            self._same_flags(args.get("flags", {}))
+        elif config.resume:
+            raise UserError(f"--resume: {self.folder} holds no run to go on with")
+
+    def _same_flags(self, old):
+        free = {"resume", "overwrite", "save_every", "report_to", "device"}
+        new = dataclasses.asdict(self.config)
+        changed = [f"--{k} (was {old[k]}, now {new.get(k)})" for k in old
+                   if k not in free and old[k] != new.get(k)]
+        if changed:
+            raise UserError(f"--resume needs the flags of the first start; changed: "
+                            f"{', '.join(changed)}")
+
+    def start(self):
+        """Make the folder; called once everything that can fail on bad input has been read."""
+        if self.config.overwrite and self.folder.exists():
+            for name in ("checkpoint", "metrics.jsonl", "samples.jsonl", "args.json", "curves.png"):
+                path = self.folder / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write_args(finished=False)
+        if self.config.report_to == "wandb":
+            import wandb
+            self.tracker = wandb.init(name=self.folder.name, config=vars(self.config))
+        elif self.config.report_to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            self.tracker = SummaryWriter(self.folder)
+
+    def _write_args(self, finished):
+        import transformers
+
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
+                             cwd=Path(__file__).parent)
+        values = {"finished": finished, "flags": dataclasses.asdict(self.config),
+                  "script": Path(sys.argv[0]).name, "python": sys.version.split()[0],
+                  "torch": torch.__version__, "transformers": transformers.__version__,
+                  "git": git.stdout.strip() or None}
+        write_atomically(self.args_file, json.dumps(values, indent=2) + "\n")
+
+    def speed(self, tokens):
+        """Tokens per second since the last call."""
+        before, self.clock = self.clock, time.perf_counter()
+        return tokens / (self.clock - before)
+
+    def log(self, step, metrics):
+        """Append one step to metrics.jsonl. Values that are not finite become null."""
+        values = {"step": step} | {k: clean(v) for k, v in metrics.items()}
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(values) + "\n")
+        if self.config.report_to == "wandb":
+            self.tracker.log(values, step=step)
+        elif self.tracker is not None:
+            for name, value in values.items():
+                if value is not None:
+                    self.tracker.add_scalar(name, value, step)
+        return values
+
+    def samples(self, step, rows):
+        with open(self.folder / "samples.jsonl", "a") as file:
+            for row in rows:
+                values = {"step": step} | {k: clean(v) for k, v in row.items()}
+                file.write(json.dumps(values) + "\n")
+
+    def save(self, step, extra=None, **objects):
+        """A resume point after `step` steps: state of every object, RNGs, lengths of the logs.
+
+        Written beside the older one and renamed when complete; the one before is kept, so that a
+        file damaged later still leaves a way back.
+        """
+        folder = self.folder / "checkpoint"
+        folder.mkdir(exist_ok=True)
+        state = {name: thing.state_dict() for name, thing in objects.items()}
+        logs = {name: (self.folder / name).stat().st_size if (self.folder / name).exists() else 0
+                for name in ("metrics.jsonl", "samples.jsonl")}
+        file, new = folder / f"step_{step:08d}.pt", folder / "writing.tmp"
+        with open(new, "wb") as stream:
+            torch.save({"step": step, "state": state, "extra": extra or {}, "logs": logs,
+                        "rng": rng_state()}, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(new, file)
+        for old in sorted(folder.glob("step_*.pt"))[:-2]:
+            old.unlink()
+
+    def restore(self, **objects):
+        """(steps done, extra) of the newest complete resume point, loaded into the objects."""
+        for file in sorted((self.folder / "checkpoint").glob("step_*.pt"), reverse=True):
+            try:
+                saved = torch.load(file, map_location="cpu", weights_only=False)
+            except Exception as error:  # whatever a damaged file raises: try the one before
+                print(f"warning: {file} is damaged ({type(error).__name__}); using the checkpoint "
+                      "before it", file=sys.stderr)
+                continue
+            if set(saved["state"]) != set(objects):
+                raise UserError(f"{file} holds {sorted(saved['state'])}, this run needs "
+                                f"{sorted(objects)}; it belongs to another script")
+            for name, thing in objects.items():
+                thing.load_state_dict(saved["state"][name])
+            for name, size in saved["logs"].items():  # steps after the checkpoint are run again
+                log = self.folder / name
+                if size and (not log.exists() or log.stat().st_size < size):
+                    raise UserError(f"{log} is shorter than the checkpoint says; it was changed "
+                                    "or deleted: start anew with --overwrite")
+                if log.exists():
+                    os.truncate(log, size)
+            set_rng_state(saved["rng"])
+            return saved["step"], saved["extra"]
+        raise UserError(f"--resume: {self.folder / 'checkpoint'} holds no complete checkpoint; "
+                        "start anew with --overwrite")
+
+    def finish(self, save_model):
+        """Write the model with `save_model(folder)`, draw the curves, mark the run finished."""
+        from nanorlhf import report
+
+        new = self.folder / "writing.tmp"
+        shutil.rmtree(new, ignore_errors=True)
+        save_model(new)
+        for file in new.iterdir():
+            os.replace(file, self.folder / file.name)
+        new.rmdir()
+        report.curves([self.folder], self.folder / "curves.png")
+        self._write_args(finished=True)
+        print(f"finished: {self.folder} ({time.perf_counter() - self.born:.0f} s)")
+
+
+def write_atomically(path, text):
+    new = path.with_name(path.name + ".tmp")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def add_stats(total, part):
+    """Add up the sums of two micro-batches; of names that end in "max" the larger counts."""
+    return {name: max(total.get(name, value), value) if name.endswith("max")
+            else total.get(name, 0.0) + value for name, value in part.items()}
+
+
+def clean(value):
+    """A JSON value: tensors become numbers, NaN and infinity null (never invalid JSON)."""
+    if isinstance(value, torch.Tensor) or isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+
+
+def rng_state():
+    return {"python": random.getstate(), "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def set_rng_state(state):
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

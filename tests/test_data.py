@@ -1,0 +1,618 @@
+"""Rows, chat templates, masks and batches, with tokenizers made here and small local files."""
+
+import csv
+import gzip
+import json
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from nanorlhf import data
+from nanorlhf.data import (
+    Batch,
+    batches_of,
+    encode,
+    encode_pairs,
+    encode_prompts,
+    encode_sft,
+    epoch_order,
+    load_rows,
+    show_masks,
+    to_messages,
+    to_pair,
+    to_prompt,
+)
+from nanorlhf.utils import UserError
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# EOS closes every turn, the user's too, so that it stands inside the prompt.
+LLAMA = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+INST = (  # Llama 2: no generation prompt, a space that merges with the reply
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+PHI = (  # EOS only after the last turn
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+QWEN3 = (  # an empty think block before the last reply, none in history
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}"
+    "{{ '<think>\n\n</think>\n\n' + m.content }}"
+    "{% elif m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].strip() }}"
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+OPEN_THINK = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+R1 = (  # reasoning is cut from every reply, and the generation prompt opens the tag
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}"
+    "{{ m.content.split('</think>')[-1].strip() + eos_token }}{% else %}{{ m.content }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
+)
+SPECIALS = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>"]
+
+
+def make_tokenizer(template=None, bos=None, eos="</s>", auto_bos=False, pad="<pad>"):
+    """Byte-level BPE with one merge, ' $', which crosses from a prompt into a reply."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(SPECIALS + alphabet + ["Ġ$"])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "$")]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    if auto_bos:
+        core.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", vocab["<s>"])])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token=bos, eos_token=eos, pad_token=pad,
+        additional_special_tokens=[t for t in SPECIALS[1:] if t not in (bos, eos, pad)])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def chat(*contents):
+    return [{"role": "assistant" if i % 2 else "user", "content": c} for i, c in enumerate(contents)]
+
+
+def learned(tokenizer, coded):
+    return tokenizer.decode([i for i, m in zip(*coded, strict=True) if m])
+
+
+def whole(tokenizer, coded):
+    return tokenizer.decode(coded[0])
+
+
+# --- the mask of chats -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template, eos, text", [
+    (CHATML, "<|im_end|>", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+    (LLAMA, "</s>", "<|user|>hi</s><|assistant|>"),
+    (INST, "</s>", "[INST] hi [/INST]"),
+    (PHI, "</s>", "<|user|>\nhi<|end|>\n<|assistant|>\n"),
+])
+def test_first_learned_token_is_the_replys_first_and_the_end_of_turn_is_the_last(
+        template, eos, text):  # SFT-5, DAT-2
+    tokenizer = make_tokenizer(template, eos=eos)
+    ids, mask = encode(chat("hi", "yes"), tokenizer)
+    prompt, zeros = encode(chat("hi"), tokenizer, prompt_only=True)
+    assert tokenizer.decode(prompt) == text and not any(zeros)
+    assert ids[:len(prompt)] == prompt and mask == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+    assert ids[-1] == tokenizer.eos_token_id
+    assert "yes" in learned(tokenizer, (ids, mask))
+    official = tokenizer.apply_chat_template(chat("hi", "yes"), tokenize=True, return_dict=True)
+    assert official["input_ids"][:len(ids)] == ids
+
+
+def test_the_mask_does_not_depend_on_list_or_dict_returns(monkeypatch):  # SFT-5
+    tokenizer = make_tokenizer(CHATML, eos="<|im_end|>")
+    expected = encode(chat("hi", "yes"), tokenizer)
+    render = tokenizer.apply_chat_template
+    for as_dict in (True, False):
+        monkeypatch.setattr(tokenizer, "apply_chat_template",
+                            lambda *a, d=as_dict, **k: render(*a, **k | {"return_dict": d}))
+        assert encode(chat("hi", "yes"), tokenizer) == expected
+
+
+@pytest.mark.parametrize("template, eos", [(CHATML, "<|im_end|>"), (LLAMA, "</s>"), (PHI, "</s>"),
+                                           (INST, "</s>"), (None, "</s>")])
+def test_every_assistant_turn_is_learned_or_only_those_from_a_given_one(template, eos):
+    tokenizer = make_tokenizer(template, eos=eos)
+    turns = chat("a b", "c d", "e f", "g h")
+    said = learned(tokenizer, encode(turns, tokenizer))
+    assert "c d" in said and "g h" in said and "e f" not in said and "assistant" not in said.lower()
+    ids, mask = encode(turns, tokenizer, first_target=3)
+    assert "c d" not in learned(tokenizer, (ids, mask)) and ids[-1] == tokenizer.eos_token_id
+    prompt, _ = encode(turns[:3], tokenizer, prompt_only=True)
+    assert ids[:len(prompt)] == prompt and mask.index(1) == len(prompt)
+    if template in (CHATML, LLAMA):
+        assert said == f"c d{eos}g h{eos}"
+    # A trailing question has no reply to learn from.
+    assert encode(turns + chat("why?"), tokenizer) == encode(turns, tokenizer)
+
+
+def test_eos_is_added_unless_the_turn_ends_in_a_stop_token():
+    tokenizer = make_tokenizer(CHATML, eos="</s>")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert learned(tokenizer, encode(chat("q", "r"), tokenizer)) == "r<|im_end|></s>"
+    ids, mask = encode(chat("q", "r"), tokenizer, stop_ids=[end])
+    assert learned(tokenizer, (ids, mask)) == "r<|im_end|>" and ids[-1] == end
+    phi = make_tokenizer(PHI)
+    stop = phi.convert_tokens_to_ids("<|end|>")
+    assert learned(phi, encode(chat("q", "r"), phi)) == "r<|end|>\n</s>"
+    assert learned(phi, encode(chat("q", "r"), phi, stop_ids=[stop])) == "r<|end|>"
+    with pytest.raises(UserError, match="EOS"):
+        encode("text", make_tokenizer(eos=None))
+
+
+def test_pad_equal_to_eos_blanks_no_eos():  # SFT-1
+    tokenizer = make_tokenizer(LLAMA, pad="</s>")
+    rows = [{"text": "x" * n} for n in (1, 3, 5, 9)]
+    for ids, mask in encode_sft(rows, tokenizer, 64):
+        assert [m for i, m in zip(ids, mask, strict=True) if i == tokenizer.eos_token_id] == [1]
+    rows = [{"messages": chat("q", "x" * n)} for n in (1, 3, 5, 9)]
+    batch = Batch.from_rows(encode_sft(rows, tokenizer, 64))
+    is_eos = batch.input_ids.roll(-1) == tokenizer.eos_token_id  # the token predicted at t
+    assert (batch.loss_mask[is_eos].sum() == 4) and (batch.input_ids[batch.last] == 2).all()
+
+
+@pytest.mark.parametrize("options, count", [
+    (dict(template="{{ bos_token }}" + LLAMA, bos="<s>"), 1),
+    (dict(template="{{ bos_token }}" + LLAMA, bos="<s>", auto_bos=True), 1),
+    (dict(template=LLAMA, bos="<s>", auto_bos=True), 1),
+    (dict(template=LLAMA, bos=None), 0),
+    (dict(template=None, bos="<s>", auto_bos=True), 1),
+    (dict(template=None, bos=None), 0),
+])
+def test_one_bos_at_most_and_the_same_ids_everywhere(options, count):  # DAT-1
+    tokenizer = make_tokenizer(**options)
+    [sft] = encode_sft([{"prompt": "q", "completion": "yes"}], tokenizer, 64)
+    [[chosen, rejected]], _ = encode_pairs([dict(prompt="q", chosen="yes", rejected="no")],
+                                           tokenizer, 64)
+    [(prompt, _)] = encode_prompts([{"prompt": "q"}], tokenizer, 64)
+    assert sft == chosen and chosen[0][:len(prompt)] == rejected[0][:len(prompt)] == prompt
+    plain = encode("hello", tokenizer)
+    for ids in (sft[0], chosen[0], rejected[0], prompt):
+        assert ids.count(1) == count and (ids[0] == 1) == (count == 1) and None not in ids
+    if options["template"] is None:  # a template may write a BOS, plain text gets the tokenizer's
+        assert plain[0].count(1) == count
+    assert [i for i in (sft[0], chosen[0], rejected[0]) if i[-1] != 2 or i[-2] == 2] == []
+    assert plain[0][-1] == 2 and plain[0].count(2) == 1
+    assert plain[0][0] != 1 or plain[1][0] == 0
+
+
+def test_text_is_learned_whole_and_closed_once():
+    tokenizer = make_tokenizer(CHATML, eos="</s>")
+    assert encode("ab", tokenizer) == encode("ab</s>", tokenizer)
+    ids, mask = encode("ab", tokenizer)
+    assert whole(tokenizer, (ids, mask)) == "ab</s>" and mask == [1, 1, 1]
+    assert encode("ab", tokenizer, prompt_only=True) == (ids[:2], [0, 0])
+    assert learned(tokenizer, encode("a</s>b", tokenizer)) == "a</s>b</s>"
+    with pytest.raises(UserError, match="empty"):
+        encode(" ", tokenizer)
+
+
+def test_prompt_does_not_depend_on_the_reply_where_a_merge_crosses_the_border():  # DPO-3
+    for template in (None, CHATML.replace("<|im_start|>' + m.role + '\n'", "' + m.role + ': '")
+                     .replace("<|im_start|>assistant\n", "assistant: ")):
+        tokenizer = make_tokenizer(template)
+        [(chosen, rejected)], margins = encode_pairs(
+            [{"prompt": "Price? ", "chosen": "46", "rejected": "$46"}], tokenizer, 64)
+        [(prompt, _)] = encode_prompts([{"prompt": "Price? "}], tokenizer, 64)
+        for coded, reply in ((chosen, "46"), (rejected, "$46")):
+            ids, mask = coded
+            assert ids[:len(prompt)] == prompt and mask.index(1) == len(prompt)
+            assert learned(tokenizer, coded).split("<|im_end|>")[0].removesuffix("</s>") == reply
+        assert margins == [0.0]
+        if template is None:
+            assert tokenizer.decode(prompt) == "Price? "
+
+
+def test_chats_without_a_template_are_dialogues():
+    tokenizer = make_tokenizer()
+    text = "\n\nHuman: a\n\nAssistant: b</s>\n\nHuman: c\n\nAssistant: d</s>"
+    coded = encode(chat("a", "b", "c", "d"), tokenizer)
+    assert whole(tokenizer, coded) == text and learned(tokenizer, coded) == " b</s> d</s>"
+    prompt, _ = encode(chat("a", "b", "c"), tokenizer, prompt_only=True)
+    assert tokenizer.decode(prompt) == text[:text.index(" d")]
+    [row] = encode_sft([{"prompt": "a", "completion": "b "}], tokenizer, 64)
+    assert whole(tokenizer, row) == "ab </s>"
+
+
+# --- templates that think ------------------------------------------------------------------------
+
+
+def test_rewritten_history_is_refused_by_turn_and_harmless_when_not_learned():  # DAT-4
+    tokenizer = make_tokenizer(QWEN3, eos="<|im_end|>")
+    assert learned(tokenizer, encode(chat("a", "b"), tokenizer)) == \
+        "<think>\n\n</think>\n\nb<|im_end|>"
+    turns = chat("a", "<think>\nx\n</think>\n\nb", "c", "<think>\ny\n</think>\n\nd")
+    for given in (turns, chat("a", "b", "c", "d")):
+        with pytest.raises(UserError, match="rewrites turn 2"):
+            encode(given, tokenizer)
+    coded = encode(turns, tokenizer, first_target=3)
+    assert learned(tokenizer, coded) == "<think>\ny\n</think>\n\nd<|im_end|>"
+    with pytest.raises(UserError, match=r"rows.jsonl:7: .*rewrites turn 2"):
+        encode_sft([{"messages": turns, data.ORIGIN: "rows.jsonl:7"}], tokenizer, 99)
+
+
+@pytest.mark.parametrize("template, eos", [(OPEN_THINK, "<|im_end|>"), (R1, "</s>")])
+def test_a_generation_prompt_that_opens_a_tag_shows_one_block(template, eos):  # DAT-4
+    tokenizer = make_tokenizer(template, eos=eos)
+    prompt, _ = encode(chat("q"), tokenizer, prompt_only=True)
+    assert tokenizer.decode(prompt).endswith("<think>\n")
+    for content, after in [("<think>\nx\n</think>\n\ny", "x\n</think>\n\ny"),
+                           ("x\n</think>\n\ny", "x\n</think>\n\ny"),
+                           ("y", "\n</think>\n\ny")]:
+        coded = encode(chat("q", content), tokenizer)
+        assert coded[0][:len(prompt)] == prompt
+        assert learned(tokenizer, coded) == after + eos
+        assert whole(tokenizer, coded).count("<think>") == 1
+    with pytest.raises(UserError, match="rewrites turn 2"):
+        encode(chat("q", "y", "r", "z"), tokenizer)
+    assert learned(tokenizer, encode(chat("q", "y", "r", "z"), tokenizer, first_target=3)) == \
+        "\n</think>\n\nz" + eos
+
+
+def test_a_template_that_drops_reasoning_is_not_obeyed_in_the_last_reply_and_refused_before():
+    tokenizer = make_tokenizer(R1.replace("<think>\n' }}{% endif", "' }}{% endif"))
+    turns = chat("q", "<think>x</think>y", "r", "<think>z</think>w")
+    assert learned(tokenizer, encode(turns[:2], tokenizer)) == "<think>x</think>y</s>"
+    with pytest.raises(UserError, match="rewrites turn 2"):
+        encode(turns, tokenizer)
+
+
+def test_odd_templates_and_conversations_are_refused():
+    strange = make_tokenizer(CHATML.replace("assistant\n' }}{% endif", "bot\n' }}{% endif"))
+    with pytest.raises(UserError, match="rewrites turn 2"):
+        encode(chat("a", "b"), strange)
+    strict = make_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UserError, match="roles must alternate"):
+        encode(chat("a", "b"), strict)
+    tokenizer = make_tokenizer(CHATML)
+    for turns in ([], chat("a"), chat("a", "b")[1:], chat("", "b"), [{"role": "user"}], [3],
+                  [{"content": "x"}], [{"role": "user", "content": {"a": 1}}]):
+        with pytest.raises(UserError):
+            encode(turns, tokenizer)
+    with pytest.raises(UserError, match="assistant"):
+        encode(chat("a", "b"), tokenizer, prompt_only=True)
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+def test_rows_without_target_are_dropped_and_counted(capsys):  # SFT-3, TNY-1
+    tokenizer = make_tokenizer()
+    rows = [{"prompt": "p" * (20 if i < 3 else 4), "completion": "c" * 30} for i in range(8)]
+    coded = encode_sft(rows, tokenizer, 16)
+    assert "dropped 3 of 8 rows: prompt fills --max_len 16, no target tokens" in \
+        capsys.readouterr().err
+    assert len(coded) == 5 and all(len(ids) == 16 and sum(mask) == 12 for ids, mask in coded)
+    assert all(tokenizer.eos_token_id not in ids for ids, _ in coded)  # a cut reply has no EOS
+    with pytest.raises(UserError, match="3 of 3 rows.*--max_len"):
+        encode_sft(rows[:3], tokenizer, 16)
+    assert len(encode_sft([{"prompt": "p" * 15, "completion": "c"}], tokenizer, 16)) == 1
+    with pytest.raises(UserError, match="--max_len"):
+        encode_sft([{"prompt": "p" * 16, "completion": "c"}], tokenizer, 16)
+
+
+def test_pairs_that_cannot_teach_are_dropped(capsys):  # RM-6, DPO-1, TNY-6
+    tokenizer = make_tokenizer()
+    good = {"prompt": "pppp", "chosen": "ab", "rejected": "c" * 40}
+    rows = [good, good | {"chosen": "c" * 41}, good | {"rejected": ""}, good | {"rejected": "ab"},
+            good | {"prompt": "p" * 16}]
+    pairs, margins = encode_pairs(rows, tokenizer, 16)
+    [(chosen, rejected)] = pairs
+    assert learned(tokenizer, chosen) == "ab</s>" and learned(tokenizer, rejected) == "c" * 12
+    err = capsys.readouterr().err
+    assert "dropped 2 of 5 rows: chosen and rejected do not differ within --max_len 16" in err
+    assert "dropped 1 of 5 rows: a reply is empty" in err and "dropped 1 of 5 rows: prompt" in err
+    with pytest.raises(UserError, match="--max_len"):
+        encode_pairs(rows[1:2], tokenizer, 16)
+    [(ids, mask)] = encode_sft([{"prompt": "p", "completion": ""}], tokenizer, 16)
+    assert learned(tokenizer, (ids, mask)) == "</s>"  # to say nothing is a lesson too
+
+
+def test_long_prompts_are_dropped_never_cut(capsys):  # DAT-5
+    tokenizer = make_tokenizer(CHATML)
+    rows = [{"prompt": "p" * n, "answer": n} for n in (1, 99)]
+    [(ids, columns)] = encode_prompts(rows, tokenizer, 60)
+    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
+    assert columns == {"answer": "1", "prompt": "p"}
+    assert "dropped 1 of 2 rows: prompt longer than --max_len 60" in capsys.readouterr().err
+    assert len(encode_prompts(rows[:1], tokenizer, len(ids))) == 1
+    with pytest.raises(UserError, match="--max_len"):
+        encode_prompts(rows, tokenizer, len(ids) - 1)
+
+
+def test_prompts_without_a_readable_answer_are_dropped(capsys):  # RWD-8
+    tokenizer = make_tokenizer()
+    rows = [{"prompt": "q", "answer": a} for a in (0, "", None, "see proof", 5)]
+    rows += [{"prompt": "q", "label": 5, "topic": "sums"}]
+    got = encode_prompts(rows, tokenizer, 9, usable=lambda columns: columns["answer"].isdigit())
+    assert [columns["answer"] for _, columns in got] == ["0", "5", "5"]
+    assert [columns["topic"] for _, columns in got] == [None, None, "sums"]  # one set of columns
+    assert "dropped 3 of 6 rows: no answer to judge by" in capsys.readouterr().err
+    assert encode_prompts([{"prompt": "q"}], tokenizer, 9) == [
+        (encode("q", tokenizer, prompt_only=True)[0], {"prompt": "q"})]
+    [(_, columns)] = encode_prompts([{"prompt": chat("a", "b", "c")}], tokenizer, 99)
+    assert columns["prompt"] == "user: a\nassistant: b\nuser: c"
+
+
+# --- shapes --------------------------------------------------------------------------------------
+
+QA = chat("q", "a")
+SFT_ROWS = [
+    {"messages": QA},
+    {"messages": json.dumps(QA)},
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    {"prompt": "q", "completion": "a"},
+    {"prompt": "q", "response": "a"},
+    {"prompt": QA[:1], "completion": QA[1:]},
+    {"instruction": "q", "input": "", "output": "a"},
+    {"question": "q", "answer": "a"},
+]
+PAIR_ROWS = [
+    {"prompt": "q", "chosen": "a", "rejected": "b"},
+    {"prompt": QA[:1], "chosen": QA[1:], "rejected": chat("q", "b")[1:]},
+    {"prompt": "q", "chosen": QA, "rejected": chat("q", "b")},
+    {"chosen": QA, "rejected": chat("q", "b")},
+    {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
+    {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"},
+]
+PROMPT_ROWS = [
+    {"prompt": "q", "answer": 5}, {"prompt": QA[:1], "label": "5"}, {"question": "q", "answer": "5"},
+    {"instruction": "q", "answer": 5}, {"messages": QA, "answer": 5},
+]
+
+
+def save(folder, kind, rows):
+    """Write rows as a user would have them; nested cells of a CSV are JSON text."""
+    path = folder / f"rows.{kind}"
+    lines = "\n".join(map(json.dumps, rows))
+    if kind == "jsonl":
+        path.write_text(lines)
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif kind == "json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif kind == "csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows({k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()}
+                             for row in rows)
+    elif kind == "parquet":
+        import pyarrow
+        from pyarrow.parquet import write_table
+
+        write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        import datasets
+
+        datasets.Dataset.from_list(rows).save_to_disk(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet", "folder"])
+def test_every_shape_in_every_format(kind, tmp_path):
+    for row in SFT_ROWS:
+        assert to_messages(load_rows(save(tmp_path, kind, [row]))[0]) == QA
+    for row in PAIR_ROWS:
+        got = to_pair(load_rows(save(tmp_path, kind, [row]))[0])
+        assert got == (QA[:1], QA[1:], chat("q", "b")[1:], None)
+    for row in PROMPT_ROWS:
+        messages, columns = to_prompt(load_rows(save(tmp_path, kind, [row]))[0])
+        assert messages == QA[:1] and columns["answer"] == "5" and data.ORIGIN not in columns
+    [row] = load_rows(save(tmp_path, kind, [{"text": "some text"}]))
+    assert to_messages(row) == "some text"
+
+
+def test_finer_points_of_shapes():
+    assert to_messages({"prompt": '[{"a": 1}]', "completion": "a"}) == chat('[{"a": 1}]', "a")
+    thought = [QA[0], QA[1] | {"reasoning_content": "hm", "tool_calls": None}]
+    assert to_messages({"messages": thought}) == [QA[0], QA[1] | {"reasoning_content": "hm"}]
+    alpaca = {"instruction": "add", "input": 12, "output": 3}
+    assert to_messages(alpaca) == chat("add\n\n12", "3")
+    assert to_messages({"messages": None, "prompt": "[1, 2]", "completion": 2}) == chat("[1, 2]", "2")
+    margins = [{"margin": "0.5"}, {"chosen_score": 3, "rejected_score": 1}, {"margin": None},
+               {"margin": ""}, {"margin": 0, "score_chosen": 1, "score_rejected": 0}]
+    assert [to_pair(PAIR_ROWS[0] | m)[3] for m in margins] == [0.5, 2.0, None, None, 0.0]
+    assert encode_pairs([PAIR_ROWS[0] | margins[0]], make_tokenizer(), 9)[1] == [0.5]
+    # Sides that part early: the prompt ends there, and every later reply is learned.
+    long = {"chosen": chat("q", "a", "r", "b"), "rejected": chat("q", "c", "r", "d")}
+    assert to_pair(long)[:3] == (chat("q"), long["chosen"][1:], long["rejected"][1:])
+    [(chosen, _)], _ = encode_pairs([long], make_tokenizer(LLAMA), 99)
+    assert learned(make_tokenizer(), chosen) == "a</s>b</s>"
+    twice = "\n\nHuman: a\n\nHuman: b\n\nAssistant: "
+    assert to_pair({"chosen": twice + "c", "rejected": twice + "d"})[0] == chat("a\n\nb")
+    assert to_prompt({"chosen": QA, "rejected": chat("q", "b")})[0] == QA[:1]
+    tests = {"prompt": "q", "tests": ["assert f(1) == 2"], "difficulty": 0.5}
+    assert to_prompt(tests)[1] == {"tests": tests["tests"], "difficulty": 0.5}
+    # Only the completion of prompt turns + completion is learned.
+    [row] = encode_sft([{"prompt": chat("a", "b", "c"), "completion": "d"}], make_tokenizer(LLAMA), 99)
+    assert learned(make_tokenizer(), row) == "d</s>"
+
+
+def test_unknown_and_bad_rows_are_named():  # DAT-8
+    here = {data.ORIGIN: "my.jsonl:3"}
+    for function, row in [
+        (to_messages, {"foo": 1, "bar": 2}), (to_pair, {"prompt": "q", "chosen": "a"}),
+        (to_prompt, {"foo": "x", "bar": None}), (to_messages, {"messages": []}),
+        (to_messages, {"messages": "[{"}), (to_messages, {"prompt": "", "completion": "x"}),
+        (to_messages, {"prompt": "q"}), (to_prompt, {"prompt": " "}), (to_messages, {}),
+        (to_pair, {"chosen": "a", "rejected": "b"}), (to_messages, {"prompt": {"a": 1}, "response": ""}),
+        (to_prompt, {"messages": QA[1:]}), (to_pair, PAIR_ROWS[0] | {"margin": "much"}),
+        (to_pair, PAIR_ROWS[0] | {"chosen_score": [1], "rejected_score": 0}),
+    ]:
+        with pytest.raises(UserError, match=r"^my.jsonl:3: ") as error:
+            function(row | here)
+        assert str(error.value).count("my.jsonl") == 1
+    with pytest.raises(UserError, match="foo, bar.*messages.*question"):
+        to_messages({"foo": 1, "bar": 2})
+    with pytest.raises(UserError, match=r"my.jsonl:3: .*prompt is empty"):
+        encode_sft([{"prompt": "", "completion": "x"} | here], make_tokenizer(), 9)
+
+
+# --- files -----------------------------------------------------------------------------------------
+
+
+def test_jsonl_with_a_mark_blank_lines_and_a_broken_line(tmp_path):  # DAT-8
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "a", "answer": 5}\r\n\n  \n'
+                     b'{"question": "\xe2\x80\xa8", "answer": "5"}\n')
+    first, second = load_rows(str(path))
+    assert to_prompt(first)[1] == to_prompt(second | {"question": "b"})[1] == {"answer": "5"}
+    assert first[data.ORIGIN].endswith("rows.jsonl:1") and second[data.ORIGIN].endswith(":4")
+    for bad in (b'{"question": ', b"\xff", b"[1]", b"3"):
+        path.write_bytes(b'{"question": "a"}\n\n' + bad + b"\n")
+        with pytest.raises(UserError, match=r"rows.jsonl:3: "):
+            load_rows(str(path))
+
+
+def test_files_that_cannot_be_read_say_how_to_mend_it(tmp_path, monkeypatch):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "wide.csv").write_text("text\na,b\n")
+    (tmp_path / "rows.txt").write_text("x")
+    (tmp_path / "broken.json").write_text('[{"a": 1},')
+    (tmp_path / "broken.parquet").write_text("x")
+    (tmp_path / "broken.jsonl.gz").write_text("x")
+    for name, words in [("none.jsonl", "no such file"), ("empty.jsonl", "no rows"),
+                        ("wide.csv", "wide.csv:2"), ("rows.txt", "unknown kind"),
+                        ("broken.json", "not valid JSON"), ("broken.parquet", "cannot read"),
+                        ("broken.jsonl.gz", "cannot read"), ("", "cannot read")]:
+        with pytest.raises(UserError, match=words) as error:
+            load_rows(str(tmp_path / name))
+        assert "\n" not in str(error.value)
+
+
+def test_columns_rename_and_folders_with_splits(tmp_path):
+    import datasets
+
+    folder = str(tmp_path / "saved")
+    parts = {name: datasets.Dataset.from_list([{"problem": name, "answer": 1}])
+             for name in ("train", "test")}
+    datasets.DatasetDict(parts).save_to_disk(folder)
+    [row] = load_rows(folder, split="test", columns={"prompt": "problem"})
+    assert row["prompt"] == "test" and "problem" not in row
+    assert load_rows(folder)[0]["problem"] == "train"
+    with pytest.raises(UserError, match="no split 'dev', only train, test"):
+        load_rows(folder, split="dev")
+    with pytest.raises(UserError, match="no column 'task'; found problem, answer"):
+        load_rows(folder, columns={"prompt": "task"})
+
+
+def test_hub_names(monkeypatch):
+    import datasets
+
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset",
+                        lambda *a, **k: asked.append((*a, k["split"])) or [{"text": "x"}])
+    for spec in ("gsm8k", "openai/gsm8k:main", "openai/gsm8k:main:test", "gsm8k::test"):
+        assert load_rows(spec)[0]["text"] == "x"
+    assert load_rows("gsm8k", split="test")
+    assert asked == [("gsm8k", None, "train"), ("openai/gsm8k", "main", "train"),
+                     ("openai/gsm8k", "main", "test"), ("gsm8k", None, "test"),
+                     ("gsm8k", None, "test")]
+
+    def fail(*_, **__):
+        raise datasets.exceptions.DatasetNotFoundError("not there\nor private")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(UserError, match="cannot read nobody/nothing .not there."):
+        load_rows("nobody/nothing")
+
+
+def test_nothing_is_cached(monkeypatch):  # DAT-7
+    tokenizer, row = make_tokenizer(LLAMA), {"prompt": "q", "completion": "a"}
+    before = encode_sft([row], tokenizer, 64)
+    tokenizer.chat_template = CHATML
+    assert encode_sft([row], tokenizer, 64) != before
+    tokenizer.chat_template = None
+    plain = encode_sft([row], tokenizer, 64)
+    monkeypatch.setattr(data, "PLAIN", "{% for m in messages %}{{ '-' + m.content }}{% endfor %}")
+    assert encode_sft([row], tokenizer, 64) != plain
+
+
+# --- batches ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scored(Batch):
+    logp: torch.Tensor | None = None  # (N,)
+    values: torch.Tensor | None = None  # (N,)
+    scores: torch.Tensor | None = None  # (B,)
+
+    PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("scores",)
+
+
+ROWS = [([5, 6, 7], [0, 1, 1]), ([8], [1]), ([9, 10], [0, 1]), ([11, 12, 13, 14], [0, 0, 1, 0])]
+
+
+def test_from_rows_shifts_the_mask_into_the_action_frame():
+    batch = Batch.from_rows(ROWS)
+    assert batch.input_ids.tolist() == list(range(5, 15))
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 0, 1, 0, 1, 2, 3]
+    assert batch.cu_seqlens.tolist() == [0, 3, 4, 6, 10] and len(batch) == 4
+    assert batch.loss_mask.tolist() == [1, 1, 0, 0, 1, 0, 0, 1, 0, 0]
+    assert batch.lengths.tolist() == [3, 1, 2, 4] and batch.last.tolist() == [2, 3, 5, 9]
+    assert batch.row.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3]
+    assert batch.loss_mask.dtype == torch.float32 and batch.input_ids.dtype == torch.int64
+    for rows in ([], [([], [])]):
+        with pytest.raises(ValueError):
+            Batch.from_rows(rows)
+
+
+def test_select_equals_building_from_those_rows_and_carries_every_field():
+    batch = Scored.from_rows(ROWS, logp=torch.arange(10.0), scores=torch.arange(4.0))
+    order = [3, 0, 0, 2]
+    got = batch.select(order).to("cpu")
+    alone = Batch.from_rows([ROWS[i] for i in order])
+    for name in ("input_ids", "position_ids", "cu_seqlens", "loss_mask"):
+        assert torch.equal(getattr(got, name), getattr(alone, name))
+    assert got.logp.tolist() == [6, 7, 8, 9, 0, 1, 2, 0, 1, 2, 4, 5]
+    assert got.scores.tolist() == [3, 0, 0, 2] and got.values is None and type(got) is Scored
+    masked = batch.select(torch.tensor([False, True, False, True]))
+    assert masked.scores.tolist() == [1, 3] and masked.logp.tolist() == [3, 6, 7, 8, 9]
+    assert len(batch.select([])) == 0
+
+
+@pytest.mark.parametrize("micro, unit, sizes", [
+    (100, 1, [4]), (4, 1, [2, 1, 1]), (6, 1, [3, 1]), (1, 1, [1, 1, 1, 1]), (5, 2, [2, 2]),
+    (10, 2, [4]), (3, 4, [4]),
+])
+def test_split_keeps_order_and_units(micro, unit, sizes):
+    batch = Scored.from_rows(ROWS, logp=torch.arange(10.0), scores=torch.arange(4.0))
+    parts = batch.split(micro, unit=unit)
+    assert [len(part) for part in parts] == sizes
+    assert all(len(part.input_ids) <= micro or len(part) == unit for part in parts)
+    for name in ("input_ids", "position_ids", "loss_mask", "logp", "scores"):
+        assert torch.equal(torch.cat([getattr(p, name) for p in parts]), getattr(batch, name))
+    with pytest.raises(ValueError):
+        batch.split(10, unit=3)
+
+
+def test_epochs_are_permutations_of_their_own_and_no_row_is_lost():  # TNY-1
+    assert sorted(epoch_order(50, 0, 1)) == list(range(50))
+    assert epoch_order(50, 0, 1) == epoch_order(50, 0, 1)
+    assert len({tuple(epoch_order(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    assert batches_of([2, 0, 1], 8) == [[2, 0, 1]] and batches_of([2, 0, 1], 2) == [[2, 0], [1]]
+
+
+def test_show_masks(capsys):
+    tokenizer = make_tokenizer()
+    coded = encode(chat("a", "b"), tokenizer)
+    show_masks(coded, tokenizer)
+    table = capsys.readouterr().out
+    assert len(table.splitlines()) == 1 + len(coded[0]) and table.count("*") == sum(coded[1])
+    show_masks([coded, coded, coded], tokenizer, n=2)
+    assert capsys.readouterr().out == table * 2

@@ -1,0 +1,259 @@
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanorlhf import logprob
+from nanorlhf.logprob import token_logprobs, token_logprobs_reference
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles so small that every tiny test crosses many borders, the last tile a part one."""
+    monkeypatch.setattr(logprob, "CHUNK", 4)
+    monkeypatch.setattr(logprob, "TILE", 8)
+
+
+def head(N=11, H=6, V=29, dtype=torch.float64, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)
+                            .requires_grad_() for shape in ((N, H), (V, H), (V,)))
+    return hidden, weight, bias, torch.randint(V, (N,), generator=g)
+
+
+OPTIONS = [{}, {"temperature": 0.7}, {"softcap": 2.0}, {"softcap": 2.0, "temperature": 1.7}]
+
+
+def results(fn, leaves, targets, w_logp, w_entropy, options, bias=True):
+    """logp, entropy and gradients of a weighted sum; a weight of None leaves the output unused."""
+    hidden, weight, b = leaves
+    logp, entropy = fn(hidden, weight, targets, bias=b if bias else None, **options)
+    loss = sum((w * x).sum() for w, x in ((w_logp, logp), (w_entropy, entropy)) if w is not None)
+    wanted = leaves if bias else leaves[:2]
+    return logp.detach(), entropy.detach(), *torch.autograd.grad(loss, wanted)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("used", ["logp", "entropy", "both"])
+def test_equals_the_reference_in_fp64(small_tiles, options, bias, used):
+    *leaves, targets = head()
+    weights = torch.randn(2, len(targets), dtype=torch.float64)
+    weights[:, 0] = 0  # LPK-1: the first token's weight must not stand for all
+    args = (leaves, targets, weights[0] if used != "entropy" else None,
+            weights[1] if used != "logp" else None, options, bias)
+    for ours, plain in zip(results(token_logprobs, *args), results(token_logprobs_reference, *args)):
+        assert ours.dtype == torch.float64
+        torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradcheck(small_tiles, options):
+    *leaves, targets = head(N=5, H=3, V=11)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: token_logprobs(h, w, targets, bias=b, **options), leaves)
+
+
+def test_hand_numbers():
+    """Logits ln 1, ln 2, ln 5: p = 1/8, 2/8, 5/8."""
+    hidden, weight = torch.ones(3, 1), torch.tensor([[1.0], [2.0], [5.0]]).log()
+    logp, entropy = token_logprobs(hidden, weight, torch.arange(3))
+    p = torch.tensor([1, 2, 5]) / 8
+    torch.testing.assert_close(logp, p.log())
+    torch.testing.assert_close(entropy, -(p * p.log()).sum().expand(3))
+    # halving the temperature squares the odds: 1, 4, 25 of 30
+    logp, _ = token_logprobs(hidden, weight, torch.arange(3), temperature=0.5)
+    torch.testing.assert_close(logp, (torch.tensor([1.0, 4, 25]) / 30).log())
+
+
+@pytest.mark.parametrize("V", [1, 2, 1000, 4097])  # LPK-5: part tiles must not leak into the sum
+@pytest.mark.parametrize("options", OPTIONS)
+def test_probabilities_sum_to_one(V, options):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 8), torch.randn(V, 8)
+    every = torch.arange(V)
+    bias = torch.full((V,), -100.0)
+    logp, entropy = token_logprobs(hidden.expand(V, 8), weight, every, bias=bias, **options)
+    assert (logp <= 0).all() and (entropy >= -1e-6).all()
+    assert abs(logp.double().exp().sum().item() - 1) < 1e-5
+    torch.testing.assert_close(entropy[0], -(logp.exp() * logp).sum(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])  # LPK-7
+def test_bias_and_offset_over_several_tiles(offset):
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(7, 8), torch.randn(9000, 8), torch.randn(9000)
+    targets = torch.randint(9000, (7,))
+    logp, entropy = token_logprobs(hidden, weight, targets, bias=bias + offset)
+    plain = -F.cross_entropy(hidden @ weight.T + bias, targets, reduction="none")
+    tolerance = 1e-3 if offset else 1e-5
+    torch.testing.assert_close(logp, plain, rtol=0, atol=tolerance)
+    expected = token_logprobs_reference(hidden, weight, targets, bias=bias)[1]
+    torch.testing.assert_close(entropy, expected, rtol=0, atol=2e-3 if offset else 1e-5)
+
+
+def test_logp_is_never_positive_and_certainty_has_no_entropy():
+    torch.manual_seed(0)
+    bias = torch.zeros(5000)
+    bias[4321] = 60.0
+    logp, entropy = token_logprobs(torch.randn(64, 4), torch.randn(5000, 4),
+                                   torch.full((64,), 4321), bias=bias)
+    assert (logp <= 0).all() and (logp > -1e-6).all() and entropy.abs().max() < 1e-5
+
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize("logits, expected", [  # LPK-8
+    ([0.0, -INF], 0.0), ([0.0, 0.0, -INF], 0.693147), ([-INF] * 9 + [0.0] + [-INF] * 9, 0.0)])
+def test_impossible_words(small_tiles, logits, expected):
+    bias = torch.tensor(logits)
+    target = int(bias.argmax())
+    hidden = torch.ones(1, 2, requires_grad=True)
+    weight = torch.zeros(len(logits), 2, requires_grad=True)
+    for fn in (token_logprobs, token_logprobs_reference):
+        logp, entropy = fn(hidden, weight, torch.tensor([target]), bias=bias)
+        torch.testing.assert_close(entropy, torch.tensor([expected]))
+        torch.testing.assert_close(logp, torch.tensor([-expected]))
+        for grad in torch.autograd.grad(logp.sum() + entropy.sum(), (hidden, weight)):
+            assert grad.isfinite().all()
+        logp, entropy = fn(hidden, weight, torch.tensor([int(bias.argmin())]), bias=bias)
+        assert logp.item() == -INF and entropy.isfinite().all()
+
+
+def test_half_precision_extremes():
+    hidden = torch.ones(1, 1, dtype=torch.float16)
+    weight = torch.tensor([[65504.0], [-65504.0]], dtype=torch.float16, requires_grad=True)
+    logp, entropy = token_logprobs(hidden, weight, torch.tensor([0]))
+    assert logp.item() == 0 and entropy.item() == 0 and logp.dtype == torch.float32
+    (grad,) = torch.autograd.grad((logp + entropy).sum(), weight)
+    assert grad.dtype == torch.float16 and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_inputs_have_fp32_statistics(dtype):
+    hidden, weight, _, targets = head(N=20, H=16, V=5000, dtype=dtype)
+    logp, entropy = token_logprobs(hidden, weight, targets)
+    assert logp.dtype == entropy.dtype == torch.float32
+    plain, plain_entropy = token_logprobs_reference(hidden, weight, targets)
+    torch.testing.assert_close(logp, plain, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(entropy, plain_entropy, rtol=1e-5, atol=1e-4)
+    ours = torch.autograd.grad(logp.sum() + entropy.sum(), (hidden, weight))
+    exact = torch.autograd.grad(plain.sum() + plain_entropy.sum(), (hidden, weight))
+    for a, b in zip(ours, exact):
+        assert a.dtype == dtype
+        assert (a - b).float().norm() < 0.02 * b.float().norm()
+
+
+def test_autocast(small_tiles):
+    """fp32 master weights: the product runs in bf16, the gradient of the weight arrives in fp32."""
+    hidden, weight, bias, targets = head(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logp, entropy = token_logprobs(hidden, weight, targets, bias=bias)
+        low = token_logprobs_reference(hidden, weight, targets, bias=bias)[0]
+    full = token_logprobs(hidden, weight, targets, bias=bias)[0]
+    assert logp.dtype == entropy.dtype == torch.float32 and not torch.equal(logp, full)
+    torch.testing.assert_close(logp, low, rtol=0, atol=0.05)
+    grads = torch.autograd.grad(logp.sum() + entropy.sum(), (hidden, weight, bias))
+    exact = torch.autograd.grad(full.sum(), (hidden, weight, bias))
+    assert all(g.dtype == torch.float32 for g in grads)
+    logp = token_logprobs(hidden, weight, targets, bias=bias)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # backward inside a context is no error
+        again = torch.autograd.grad(logp.sum(), (hidden, weight, bias))
+    for a, b in zip(again, exact):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.1)
+
+
+def test_inputs_are_untouched_and_a_second_backward_agrees(small_tiles):  # LPK-2
+    *leaves, targets = head()
+    before = [x.detach().clone() for x in leaves]
+    logp, entropy = token_logprobs(leaves[0], leaves[1], targets, bias=leaves[2])
+    loss = logp.sum() + 0.3 * entropy.sum() + leaves[0].square().sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(loss, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert all(torch.equal(a, b) for a, b in zip(before, leaves))
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weight"])
+def test_gradients_nobody_wants_are_not_made(small_tiles, trained):
+    *leaves, targets = head()
+    wanted = leaves[["hidden", "weight"].index(trained)]
+    frozen = [x if x is wanted else x.detach() for x in leaves[:2]]
+    token_logprobs(*frozen, targets)[0].sum().backward()
+    expected = torch.autograd.grad(token_logprobs_reference(*leaves[:2], targets)[0].sum(), wanted)
+    torch.testing.assert_close(wanted.grad, expected[0])
+    assert sum(x.grad is not None for x in leaves) == 1
+
+
+def test_no_tokens_and_odd_layouts(small_tiles):
+    hidden, weight, bias, targets = head()
+    logp, entropy = token_logprobs(hidden[:0], weight, targets[:0], bias=bias)
+    assert logp.shape == entropy.shape == (0,)
+    (logp.sum() + entropy.sum()).backward()
+    assert weight.grad.abs().sum() == 0 and hidden.grad.abs().sum() == 0
+    strided = hidden.detach().T.contiguous().T[::2]
+    assert not strided.is_contiguous()
+    torch.testing.assert_close(token_logprobs(strided, weight.detach(), targets[::2])[0],
+                               token_logprobs(hidden, weight, targets)[0][::2])
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"hidden": torch.zeros(3, 5)}, "hidden"), ({"hidden": torch.zeros(1, 3, 4)}, "hidden"),
+    ({"targets": torch.zeros(2, dtype=torch.long)}, "targets"),
+    ({"targets": torch.tensor([0, -100, 1])}, "-100"), ({"targets": torch.tensor([0, 7, 1])}, "7"),
+    ({"bias": torch.zeros(4)}, "bias"), ({"temperature": 0}, "temperature")])
+def test_errors_name_the_argument(change, words):
+    good = dict(hidden=torch.zeros(3, 4), weight=torch.zeros(7, 4), targets=torch.arange(3))
+    for fn in (token_logprobs, token_logprobs_reference):
+        with pytest.raises(ValueError, match=words):
+            fn(**(good | change))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the element count of the largest tensor that any operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest, self.operations = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.largest = max(self.largest, x.numel())
+        self.operations += 1
+        return out
+
+
+@pytest.mark.parametrize("used", ["logp", "both"])
+def test_the_logits_are_never_stored(small_tiles, used):
+    N, H, V = 60, 5, 70
+    hidden, weight, bias, targets = head(N, H, V)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        with LargestTensor() as forward:
+            logp, entropy = token_logprobs(hidden, weight, targets, bias=bias, softcap=3.0)
+    own = [x for x in saved if all(x.data_ptr() != y.data_ptr() for y in (hidden, weight, bias,
+                                                                        targets))]
+    assert sorted(tuple(x.shape) for x in own) == [(N,), (N,)]  # log-sum-exp and entropy
+    with LargestTensor() as backward:
+        (logp.sum() if used == "logp" else logp.sum() + entropy.sum()).backward()
+    assert forward.largest <= max(N * H, V * H) and backward.largest <= max(N * H, V * H)
+    assert backward.operations > 100  # the mode really saw the backward pass
+    with LargestTensor() as plain:
+        token_logprobs_reference(hidden, weight, targets)
+    assert plain.largest == N * V
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_trl_agrees(autocast):
+    trl = pytest.importorskip("trl.trainer.utils")
+    hidden, weight, _, targets = head(N=9, H=8, V=4200, dtype=torch.float32)
+    with torch.autocast("cpu") if autocast else contextlib.nullcontext():
+        logp, entropy = token_logprobs(hidden, weight, targets, temperature=0.8)
+        logits = F.linear(hidden, weight).float() / 0.8
+    torch.testing.assert_close(logp, trl.selective_log_softmax(logits, targets), atol=1e-4, rtol=0)
+    torch.testing.assert_close(entropy, trl.entropy_from_logits(logits), atol=1e-4, rtol=0)

@@ -1,0 +1,455 @@
+"""The sampler: exact against HF, independent of its own scheduling, and it loses no block."""
+
+import doctest
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import FAMILIES, tiny_model
+from transformers.generation import logits_process as hf
+
+import nanorlhf.cache
+from nanorlhf.cache import BlockManager, OutOfBlocks, PagedKVCache
+from nanorlhf.sampler import (
+    Sampler, SamplingParams, Scheduler, Sequence, choose, inverse_cdf, truncate, uniforms,
+)
+from nanorlhf.utils import UserError
+
+
+class Digits:
+    """Just enough of a tokenizer: characters to ids, BOS 1 in front, EOS 2."""
+
+    bos_token_id, eos_token_id = 1, 2
+
+    def __call__(self, text):
+        return {"input_ids": [1] + [1 if c == "^" else 3 + ord(c) % 100 for c in text]}
+
+    def decode(self, ids, skip_special_tokens=False):
+        return " ".join(str(i) for i in ids if not (skip_special_tokens and i < 3))
+
+
+class Endless(Digits):
+    eos_token_id = None
+
+
+def ids_of(*lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 128, (n,), generator=generator).tolist() for n in lengths]
+
+
+def endless(family="llama", **overrides):
+    model = tiny_model(family, **overrides)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return endless()
+
+
+def hf_greedy(model, prompt, new):
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    ids = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(),
+                         do_sample=False, max_new_tokens=new)
+    model.set_attn_implementation(before)
+    return ids[0, len(prompt):].tolist()
+
+
+def tokens(completions):
+    return [c.token_ids for c in completions]
+
+
+# ---- blocks --------------------------------------------------------------------------------------
+
+
+def test_block_table_example_of_the_docstring():
+    result = doctest.testmod(nanorlhf.cache)
+    assert result.attempted > 5 and result.failed == 0
+
+
+def test_running_out_and_releasing_twice_are_loud():
+    blocks = BlockManager(2, 4)
+    table = blocks.allocate(8)
+    other = list(table)
+    with pytest.raises(OutOfBlocks, match="all 2 cache blocks"):
+        blocks.reserve(table, 8)
+    with pytest.raises(OutOfBlocks, match="5 tokens need 2 cache blocks, 0 of 2"):
+        blocks.allocate(5)
+    blocks.release(table)
+    with pytest.raises(RuntimeError, match="twice"):
+        blocks.release(other)
+
+
+def test_copied_block_holds_the_same_and_is_separate():
+    cache = PagedKVCache(3, 4, torch.device("cpu"))
+    kv = torch.randn(2, 4, 2, 8)
+    pool = cache.write(0, torch.arange(4, 8), kv[0], kv[1])  # block 1
+    cache.copy_blocks([(1, 2)])
+    assert pool.shape == (12, 2, 2, 8) and torch.equal(pool[8:12], pool[4:8])
+    cache.write(0, torch.tensor([8]), kv[0][:1] + 1, kv[1][:1])
+    assert torch.equal(pool[4, 0], kv[0][0])
+
+
+# ---- exact against HF ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_hf_generate(family):
+    """Block borders, chunk borders and (mistral, gemma: window 8) sliding windows."""
+    model = endless(family)
+    prompts = ids_of(1, 15, 16, 17, 32, 24 + 15)
+    expected = [hf_greedy(model, p, 20) for p in prompts]
+    greedy = SamplingParams(temperature=0, max_new_tokens=20)
+    plain = Sampler(model, Endless())
+    assert tokens(plain.generate(prompts * 2, greedy)) == expected * 2
+    tight = Sampler(model, Endless(), num_blocks=6, max_prefill_tokens=12, max_seqs=4)
+    assert tokens(tight.generate(prompts, greedy)) == expected
+    assert tight.stats["preemptions"] > 0 and tight.stats["peak_blocks"] <= 6
+    assert plain.stats["blocks_left"] == tight.stats["blocks_left"] == 0
+
+
+@pytest.mark.parametrize("chunk", [8, 16])
+def test_chunked_prefill_at_chunk_borders(model, chunk):
+    prompts = ids_of(chunk, 2 * chunk, 2 * chunk + 1, 3 * chunk + 15)
+    greedy = SamplingParams(temperature=0, max_new_tokens=8)
+    expected = [hf_greedy(model, p, 8) for p in prompts]
+    assert tokens(Sampler(model, Endless(), max_prefill_tokens=chunk).generate(prompts, greedy)) \
+        == expected
+
+
+def test_a_plain_hf_model_comes_back_as_it_was(model):
+    model.set_attn_implementation("sdpa")
+    model.train()
+    model.model.layers[0].eval()
+    [c] = Sampler(model, Endless()).generate(ids_of(5), SamplingParams(max_new_tokens=2))
+    assert len(c.token_ids) == 2 and model.config._attn_implementation == "sdpa"
+    assert model.training and not model.model.layers[0].mlp.training
+    assert all(p.requires_grad and not p.is_inference() for p in model.parameters())
+    model.eval().set_attn_implementation("nanorlhf")
+
+
+def test_filters_keep_what_hf_keeps():
+    torch.manual_seed(0)
+    logits, history = torch.randn(64, 50) * 3, torch.randint(0, 50, (64, 9))
+    for penalty, temperature, k, p, low in [
+        (1.0, 1.0, 5, 1.0, 0.0), (1.0, 0.7, 0, 0.8, 0.0), (1.0, 1.3, 0, 1.0, 0.1),
+        (1.3, 0.7, 20, 0.9, 0.05), (0.8, 2.0, 99, 0.3, 0.5),
+    ]:
+        expected = hf.RepetitionPenaltyLogitsProcessor(penalty)(history, logits)
+        expected = hf.TemperatureLogitsWarper(temperature)(history, expected)
+        column = {}
+        if k:
+            expected = hf.TopKLogitsWarper(k)(history, expected)
+            column["top_k"] = torch.full((64, 1), k)
+        if p < 1:
+            expected = hf.TopPLogitsWarper(p)(history, expected)
+            column["top_p"] = torch.full((64, 1), p)
+        if low:
+            expected = hf.MinPLogitsWarper(low)(history, expected)
+            column["min_p"] = torch.full((64, 1), low)
+        penalised = hf.RepetitionPenaltyLogitsProcessor(penalty)(history, logits)
+        ours = truncate((penalised / temperature).log_softmax(-1), **column)
+        torch.testing.assert_close(ours.softmax(-1), expected.softmax(-1))
+        u = torch.rand(64)
+        token, logp = choose(logits, u, torch.full((64, 1), temperature),
+                             torch.full((64, 1), penalty), history, **column)
+        assert torch.equal(token, inverse_cdf(expected.softmax(-1), u))
+        full = (logits / temperature).log_softmax(-1)
+        torch.testing.assert_close(logp, full.gather(1, token[:, None])[:, 0])
+
+
+# ---- randomness ----------------------------------------------------------------------------------
+
+
+def test_inverse_cdf_hits_every_token_in_proportion_and_never_an_impossible_one():
+    weights = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.125, 0.0, 0.125, 0.0])
+    grid = torch.arange(1024) / 1024
+    counts = inverse_cdf(weights.expand(1024, -1), grid).bincount(minlength=8)
+    assert torch.equal(counts / 1024, weights)
+    ends = torch.tensor([0.0, 1 - 2**-23])
+    assert inverse_cdf(weights.expand(2, -1), ends).tolist() == [1, 6]
+    tiny = torch.tensor([0.0, 1e-30, 0.0, 1e-38, 0.0])  # unnormalised, almost nothing
+    assert inverse_cdf(tiny.expand(2, -1), ends).tolist() == [1, 1]
+    logits = torch.full((2, 8), float("-inf"))
+    logits[:, 5] = 3.0
+    token, logp = choose(logits, ends, torch.ones(2, 1))
+    assert token.tolist() == [5, 5] and logp.tolist() == [0, 0]
+
+
+def test_random_streams_are_uniform_own_and_prefix_stable():
+    u = uniforms(3, [5, 6], 0, 40_000)
+    assert u.min() >= 0 and u.max() < 1 and torch.equal(u * 2**23, (u * 2**23).round())
+    assert abs(u.mean() - 0.5) < 0.01 and abs(u.var() - 1 / 12) < 0.005
+    assert torch.equal(uniforms(3, [5, 6], 0, 10), u[:10])
+    others = [uniforms(4, [5, 6], 0, 10), uniforms(3, [6, 5], 0, 10), uniforms(3, [5, 6], 1, 10)]
+    assert all(not torch.equal(u[:10], other) for other in others)
+
+
+def test_samples_depend_on_seed_prompt_and_index_alone(model):
+    prompts = ids_of(3, 15, 16, 17, 30, 8, 21)
+    params = SamplingParams(n=3, max_new_tokens=12, seed=7)
+    base = Sampler(model, Endless()).generate(prompts, params)
+    assert [(c.prompt_index, c.index) for c in base] == [(i, k) for i in range(7) for k in range(3)]
+    assert [c.prompt_ids for c in base[::3]] == prompts
+    expected = tokens(base)
+    for settings_ in [dict(block_size=4), dict(block_size=5, max_seqs=4), dict(max_seqs=2),
+                      dict(max_prefill_tokens=7), dict(block_size=4, num_blocks=12)]:
+        sampler = Sampler(model, Endless(), **settings_)
+        assert tokens(sampler.generate(prompts, params)) == expected, settings_
+        assert sampler.stats["blocks_left"] == 0
+    assert sampler.stats["preemptions"] > 0
+    backwards = tokens(sampler.generate(prompts[::-1], params))
+    assert sum((backwards[i:i + 3] for i in range(18, -1, -3)), []) == expected
+    assert tokens(sampler.generate(prompts[2:3], SamplingParams(max_new_tokens=12, seed=7))) \
+        == expected[6:7]
+    neighbours = [SamplingParams(top_k=3, top_p=0.5, min_p=0.1, repetition_penalty=2.0,
+                                 temperature=0.3, max_new_tokens=12), params]
+    assert tokens(sampler.generate(prompts[:2], neighbours))[1:] == expected[3:6]
+    assert len({tuple(t) for t in expected[:3]}) == 3
+
+
+def test_without_a_seed_torch_decides_and_equal_prompts_differ(model):
+    sampler, prompts = Sampler(model, Endless()), ids_of(6) * 2
+    params = SamplingParams(max_new_tokens=20)
+    torch.manual_seed(0)
+    first, second = (tokens(sampler.generate(prompts, params)) for _ in range(2))
+    torch.manual_seed(0)
+    assert tokens(sampler.generate(prompts, params)) == first != second and first[0] != first[1]
+    state = torch.get_rng_state()
+    sampler.generate(prompts, SamplingParams(seed=1, max_new_tokens=2))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_four_thousand_samples_follow_the_model(model):
+    [prompt] = ids_of(5)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        probs = (model(torch.tensor([prompt])).logits[0, -1] / 2.0).softmax(-1)
+    model.set_attn_implementation("nanorlhf")
+    params = SamplingParams(n=4000, temperature=2.0, max_new_tokens=1, seed=0)
+    found = torch.tensor(tokens(Sampler(model, Endless()).generate([prompt], params)))
+    observed = found[:, 0].bincount(minlength=128) / 4000
+    error = (probs * (1 - probs) / 4000).sqrt()
+    assert ((observed - probs).abs() < 5 * error + 1e-3).all()
+
+
+# ---- log-probs -----------------------------------------------------------------------------------
+
+
+def full_logits(model, c):
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        logits = model(torch.tensor([c.prompt_ids + c.token_ids])).logits[0]
+    model.set_attn_implementation("nanorlhf")
+    return logits[len(c.prompt_ids) - 1:-1]
+
+
+@pytest.mark.parametrize("options", [dict(temperature=0.6), dict(temperature=0.6, top_k=4,
+                         top_p=0.9, min_p=0.01, repetition_penalty=1.2), dict(temperature=0)])
+def test_logprob_is_of_the_tempered_full_distribution(model, options):
+    [c] = Sampler(model, Endless()).generate(ids_of(9), SamplingParams(seed=0, **options,
+                                                                      max_new_tokens=16))
+    logits, chosen = full_logits(model, c), torch.tensor(c.token_ids)[:, None]
+    tempered = (logits / (options["temperature"] or 1)).log_softmax(-1).gather(1, chosen)[:, 0]
+    torch.testing.assert_close(torch.tensor(c.logprobs), tempered, atol=2e-5, rtol=0)
+    assert max(c.logprobs) <= 0 and len(c.logprobs) == len(c.token_ids) == 16
+
+
+def test_three_temperatures_in_one_batch(model):
+    prompts = ids_of(7, 7, 7)
+    params = [SamplingParams(temperature=t, max_new_tokens=64, seed=0) for t in (0, 0.7, 1)]
+    sampler = Sampler(model, Endless())
+    mixed = sampler.generate(prompts, params)
+    assert mixed[0].token_ids == hf_greedy(model, prompts[0], 64)
+    alone = [sampler.generate([p], q)[0] for p, q in zip(prompts, params, strict=True)]
+    assert tokens(mixed) == tokens(alone)
+    assert all(torch.tensor(c.logprobs).isfinite().all() for c in mixed)
+
+
+# ---- ends and refusals ---------------------------------------------------------------------------
+
+
+def test_every_stop_token_ends_a_sample_and_stays_in_it(model):
+    [prompt] = ids_of(4)
+    [free] = Sampler(model, Endless()).generate([prompt], SamplingParams(max_new_tokens=40, seed=1))
+    third, eighth = free.token_ids[2], free.token_ids[7]
+    first = min(free.token_ids.index(third), free.token_ids.index(eighth))
+
+    class Stops(Digits):
+        eos_token_id = 127 if 127 not in free.token_ids else 0
+
+    sampler, params = Sampler(model, Stops()), SamplingParams(max_new_tokens=40, seed=1)
+    params.stop_token_ids = (eighth, third)
+    [a] = sampler.generate([prompt], params)
+    params.stop_token_ids = ()
+    model.generation_config.eos_token_id = [third, eighth]
+    [b] = sampler.generate([prompt], params)
+    model.generation_config.eos_token_id = None
+    assert a.token_ids == b.token_ids == free.token_ids[:first + 1]
+    assert a.finish_reason == b.finish_reason == "stop" and free.finish_reason == "length"
+    assert len(a.logprobs) == len(a.token_ids)
+    Stops.eos_token_id = free.token_ids[0]
+    [c] = sampler.generate([prompt], SamplingParams(max_new_tokens=1, seed=1))
+    assert c.token_ids == free.token_ids[:1] and c.finish_reason == "stop"
+
+
+def test_oversize_prompts_are_refused_and_the_others_finish(model):
+    prompts = ids_of(80, 10, 513, 0, 30)
+    sampler, began = Sampler(model, Endless(), num_blocks=4), time.perf_counter()
+    out = sampler.generate(prompts, SamplingParams(n=2, temperature=0, max_new_tokens=20))
+    assert time.perf_counter() - began < 5
+    refused = [c.finish_reason == "refused" for c in out]
+    assert refused == [True] * 2 + [False] * 2 + [True] * 4 + [False] * 2
+    assert [len(c.token_ids) for c in out] == [0 if r else 20 for r in refused]
+    assert all(number in out[0].text for number in ("80", "20", "7", "16", "4"))
+    assert "513" in out[4].text and "empty" in out[6].text
+    assert sampler.stats["refused"] == 6 and sampler.stats["blocks_left"] == 0
+
+
+def test_the_models_length_ends_a_sample(model):
+    prompts = ids_of(511, 512, 510)
+    out = Sampler(model, Endless()).generate(prompts, SamplingParams(max_new_tokens=2, seed=0))
+    assert [len(c.token_ids) for c in out] == [1, 0, 2]
+    assert {c.finish_reason for c in out} == {"length"}
+
+
+@pytest.mark.parametrize("prompt", [47, 48, 49])
+def test_a_group_that_fills_the_pool_runs_one_by_one(model, prompt):
+    params = SamplingParams(n=4, max_new_tokens=64 - prompt, seed=0)
+    expected = tokens(Sampler(model, Endless()).generate(ids_of(prompt), params))
+    tight = Sampler(model, Endless(), num_blocks=4)
+    assert tokens(tight.generate(ids_of(prompt), params)) == expected
+    assert tight.stats["peak_blocks"] == 4 and tight.stats["blocks_left"] == 0
+
+
+def test_samples_share_their_prompt(model):
+    sampler = Sampler(model, Endless())
+    sampler.generate(ids_of(100), SamplingParams(n=8, max_new_tokens=4))
+    assert sampler.stats["peak_blocks"] == 6 + 8 and sampler.stats["prefix_blocks_saved"] == 7 * 6
+    assert sampler.stats["steps"] == 4 and sampler.stats["tokens"] == 32
+
+
+def test_strings_get_one_bos(model):
+    sampler = Sampler(model, Digits())
+    out = sampler.generate(["ab", "^ab"], SamplingParams(max_new_tokens=3, temperature=0))
+    assert out[0].prompt_ids == out[1].prompt_ids == [1, 3 + 97, 3 + 98]
+    assert out[0].text == " ".join(str(i) for i in out[0].token_ids if i > 2)
+
+
+@pytest.mark.parametrize("bad", [dict(n=0), dict(temperature=-1.0), dict(top_p=0.0), dict(top_k=-1),
+                         dict(max_new_tokens=0), dict(min_p=2.0), dict(repetition_penalty=0.0),
+                         dict(seed=-1), dict(temperature=float("nan"))])
+def test_bad_params_are_named(bad):
+    with pytest.raises(UserError, match=f"^{next(iter(bad))} is .* must be"):
+        SamplingParams(**bad)
+
+
+def test_bad_calls_are_named(model):
+    sampler = Sampler(model, Digits())
+    for prompts in ("text", [1, 2]):
+        with pytest.raises(UserError, match="list of prompts"):
+            sampler.generate(prompts)
+    with pytest.raises(UserError, match="2 prompts but 1 params"):
+        sampler.generate(ids_of(3, 4), [SamplingParams()])
+    assert sampler.generate([]) == []
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def test_changed_weights_are_seen_at_once_and_copies_after_sync():
+    model, prompts = endless(), ids_of(20, 33)
+    params = SamplingParams(max_new_tokens=10, seed=0)
+    same, copy = Sampler(model, Endless()), Sampler(model, Endless(), dtype=torch.bfloat16)
+    assert same.model is model and copy.model.dtype is torch.bfloat16 and model.dtype == torch.float
+    before, before_copy = same.generate(prompts, params), copy.generate(prompts, params)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += torch.randn_like(weight) * 0.1
+    after = same.generate(prompts, params)
+    assert after == Sampler(model, Endless()).generate(prompts, params)
+    assert tokens(after) != tokens(before)
+    assert copy.generate(prompts, params) == before_copy
+    copy.sync()
+    new = Sampler(model, Endless(), dtype=torch.bfloat16)
+    assert copy.generate(prompts, params) == new.generate(prompts, params) != before_copy
+
+
+def test_nan_weights_are_named():
+    model = endless()
+    model.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(UserError, match="NaN"):
+        Sampler(model, Endless()).generate(ids_of(4))
+
+
+# ---- schedules -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_schedule_keeps_the_books(data):
+    """Random groups and lengths, no model: nothing leaks, nothing shared is written to, all end."""
+    draw = data.draw
+    block_size, max_seqs = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+    groups = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12), st.integers(1, 20)),
+                           min_size=1, max_size=6))  # n, prompt length, most new tokens
+    flat = [(i, k, p, r) for i, (n, p, r) in enumerate(groups) for k in range(n)]
+    sequences = [Sequence(row, i, k) for row, (i, k, *_) in enumerate(flat)]
+    start, room = (torch.tensor([row[i] for row in flat]) for i in (2, 3))
+    limit = start + room
+    ends = start + torch.tensor([draw(st.integers(1, int(r))) for r in room])
+    least = max(-(-int(x) // block_size) for x in limit)
+    blocks = BlockManager(draw(st.integers(least, least + 4)), block_size)
+    budget, ended = draw(st.integers(1, 20)), []
+    scheduler = Scheduler(sequences, start.clone(), limit, blocks, max_seqs, budget)
+
+    def check_books():
+        tables = [s.blocks for s in scheduler.running] + [p.blocks for p in scheduler.waiting]
+        named = [block for table in tables for block in table]
+        assert blocks.references == [named.count(block) for block in range(blocks.num_blocks)]
+        assert sorted(blocks.free) == [b for b in range(blocks.num_blocks) if b not in named]
+        assert len(scheduler.running) <= max_seqs
+        assert scheduler.rows.tolist() == [s.row for s in scheduler.running]
+        holds = [bool(p.blocks) for p in scheduler.waiting]
+        assert holds == sorted(holds, reverse=True)
+
+    def step_on(these):
+        for s in these:
+            scheduler.length[s.row] += 1
+        gone = [s for s in these if scheduler.length[s.row] == ends[s.row]]
+        scheduler.finish(gone)
+        ended.extend(s.row for s in gone)
+
+    for _ in range(3000):
+        if not (scheduler.waiting or scheduler.running):
+            break
+        chunks = scheduler.plan_prefill()
+        assert sum(end - begin for _, begin, end in chunks) <= budget
+        for item, begin, end in chunks:
+            assert begin < end <= item.length and {blocks.references[b] for b in item.blocks} == {1}
+            if end == item.length:
+                item.logits = torch.zeros(1)
+        check_books()
+        joined, logits, copies = scheduler.join()
+        assert joined == scheduler.running[len(scheduler.running) - len(joined):]
+        assert len(joined) == len(logits)
+        assert not {s for s, _ in copies} & {t for _, t in copies}
+        check_books()
+        if joined:
+            step_on(joined)
+        elif not chunks:
+            scheduler.reserve()
+            check_books()
+            assert scheduler.running
+            for s in scheduler.running:
+                position = int(scheduler.length[s.row]) - 1
+                assert blocks.references[s.blocks[position // block_size]] == 1
+                assert scheduler.table[s.row, :len(s.blocks)].tolist() == s.blocks
+                assert len(s.blocks) == blocks.blocks_for(position + 1)
+            step_on(list(scheduler.running))
+    assert sorted(ended) == list(range(len(flat))) and blocks.used == 0

@@ -1,0 +1,152 @@
+"""Direct preference optimisation (DPO): learn from pairs without a reward model or sampling.
+
+The policy is its own reward model: beta * (log-prob under the policy - log-prob under the frozen
+reference), summed over the answer, and the loss is Bradley-Terry's on these rewards (Rafailov et
+al. 2023, "Direct Preference Optimization", equation 7). `--loss_type` also knows ipo (Azar et al.
+2023), hinge (Zhao et al. 2023, SLiC-HF) and simpo (Meng et al. 2024); `--label_smoothing` gives
+cDPO; `--nll_coef` adds the likelihood of the chosen answer (Pang et al. 2024).
+
+Where we differ from OpenRLHF: the reference's log-probs are computed once, before the first step,
+and the reference leaves memory; ipo averages over tokens, as its authors and TRL do; no EOS is
+written over a truncated answer.
+
+    python train_dpo.py                                    # pairs sampled from runs/sft -> runs/dpo
+    python train_dpo.py --model my-sft --data pairs.jsonl --lr 5e-7 --beta 0.1
+
+What to expect on the embedded world: EXPECTED
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from nanorlhf import data, evaluate, toy
+from nanorlhf.losses import dpo_loss, sft_loss
+from nanorlhf.model import autocast, load_policy, save_model, token_logprobs
+from nanorlhf.rollout import score_tokens
+from nanorlhf.sampler import Sampler, SamplingParams
+from nanorlhf.utils import (
+    Common, Run, adamw, flag, fp16_scaler, lr_at, main, optimizer_step, seed_everything,
+)
+
+
+@dataclass
+class Config(Common):
+    model: str = flag("runs/sft", "start model")
+    ref_model: str = flag("", "frozen reference; empty: the start model")
+    out: str = flag("runs/dpo", "run folder that is written")
+    lr: float = flag(1e-4, "peak learning rate; 5e-7 to 5e-6 for a real model")
+    batch_size: int = flag(32, "pairs of one optimiser step")
+    beta: float = flag(0.1, "strength of the pull towards the reference")
+    loss_type: str = flag("sigmoid", "sigmoid, ipo, hinge or simpo")
+    label_smoothing: float = flag(0.0, "assumed share of wrong labels (cDPO)")
+    simpo_gamma: float = flag(0.5, "simpo: target margin")
+    nll_coef: float = flag(0.0, "weight of the chosen answer's negative log-likelihood per token")
+    toy_pairs: int = flag(2000, "pairs that the embedded world's annotator judges")
+    eval_prompts: int = flag(128, "held-out prompts answered at each evaluation")
+    max_new_tokens: int = flag(96, "longest answer in an evaluation")
+
+
+def response_logps(logp, batch):
+    """Sum each response's log-probs: (N,) -> chosen (P,), rejected (P,)."""
+    return torch.zeros(len(batch), device=logp.device).index_add(0, batch.row, logp).view(-1, 2).T
+
+
+def train(cfg):
+    run = Run(cfg)
+    seed_everything(cfg.seed)
+
+    # --- data: on the embedded world both answers are the start model's own (on-policy) ---
+    model, tokenizer = load_policy(cfg.model, cfg.device)
+    sampler = Sampler(model, tokenizer)
+    train_rows, eval_rows = data.train_and_eval_rows(
+        cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
+        partial(toy.pairs, 256, sampler=sampler, noise=False))
+    pairs, _ = data.encode_pairs(train_rows, tokenizer, cfg.max_len)
+    held_out, _ = data.encode_pairs(eval_rows, tokenizer, cfg.max_len)
+    prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, cfg.max_len)
+    sampling = SamplingParams(max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
+    data.show_masks(pairs[0], tokenizer)
+
+    # --- reference log-probs of every pair, once: (P, 2) ---
+    def reference(rows):
+        batch = data.Batch.from_rows([row for pair in rows for row in pair]).to(cfg.device)
+        with autocast(cfg.device, cfg.dtype):
+            logp, _ = score_tokens(judge, batch, 1.0, cfg.micro_tokens)
+        return response_logps(logp, batch).T
+
+    judge = load_policy(cfg.ref_model, cfg.device)[0] if cfg.ref_model else model
+    ref, held_out_ref = reference(pairs), reference(held_out)
+    del judge
+
+    # --- model and optimiser ---
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    model.train()
+    optimizer, scaler = adamw(model, cfg.lr, cfg.weight_decay), fp16_scaler(cfg)
+    steps_per_epoch = -(-len(pairs) // cfg.batch_size)
+    total = cfg.max_steps or cfg.epochs * steps_per_epoch
+    run.start()
+    start, _ = (run.restore(model=model, optimizer=optimizer, scaler=scaler)
+                if cfg.resume else (0, None))
+
+    def losses(part, part_ref):
+        """(summed loss, stats summed over the pairs) of a micro-batch and its (P, 2) reference."""
+        with autocast(cfg.device, cfg.dtype):
+            logp, _ = token_logprobs(model, part)
+        policy = response_logps(logp, part)  # (2, P)
+        lengths = response_logps(part.loss_mask, part)
+        loss = dpo_loss(*policy, *part_ref.T, cfg.beta, cfg.loss_type, cfg.label_smoothing,
+                        lengths, cfg.simpo_gamma)
+        if cfg.nll_coef:
+            chosen = (part.row % 2 == 0) * part.loss_mask / lengths.T.flatten()[part.row]
+            loss = loss + cfg.nll_coef * sft_loss(logp, chosen)
+        chosen, rejected = cfg.beta * (policy.detach() - part_ref.T)
+        return loss, {"loss": loss.item(), "rewards_chosen": chosen.sum().item(),
+                      "rewards_rejected": rejected.sum().item(),
+                      "accuracy": (chosen > rejected).sum().item(),
+                      "margin": (chosen - rejected).sum().item()}
+
+    # --- training ---
+    bar = tqdm(range(start, total), initial=start, total=total, desc="dpo")
+    for step in bar:
+        epoch, i = divmod(step, steps_per_epoch)
+        order = data.epoch_order(len(pairs), cfg.seed, epoch)
+        picked = order[i * cfg.batch_size: (i + 1) * cfg.batch_size]
+        batch = data.Batch.from_rows([row for j in picked for row in pairs[j]]).to(cfg.device)
+        metrics, done = {}, 0
+        for part in batch.split(cfg.micro_tokens, unit=2):  # a pair stays together
+            loss, stats = losses(part, ref[picked][done: done + len(part) // 2])
+            scaler.scale(loss / len(picked)).backward()
+            done += len(part) // 2
+            metrics = {k: metrics.get(k, 0.0) + v / len(picked) for k, v in stats.items()}
+        metrics["lr"] = lr_at(step, total, cfg)
+        metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
+        metrics["tokens_per_s"] = run.speed(len(batch.input_ids))
+
+        # --- evaluation on held-out pairs and prompts, and a resume point ---
+        last = step + 1 == total
+        if last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0):
+            batch = data.Batch.from_rows([row for pair in held_out for row in pair]).to(cfg.device)
+            done = 0
+            for part in batch.split(cfg.micro_tokens, unit=2):
+                with torch.no_grad():
+                    _, stats = losses(part, held_out_ref[done: done + len(part) // 2])
+                done += len(part) // 2
+                for name in ("loss", "accuracy", "margin"):
+                    metrics[f"eval_{name}"] = (metrics.get(f"eval_{name}", 0.0)
+                                               + stats[name] / len(held_out))
+            found, completions = evaluate.answer(sampler, prompts, sampling, cfg.data == "toy")
+            metrics |= found
+            run.samples(step + 1, evaluate.sample_rows(prompts, completions))
+        bar.set_postfix(run.log(step + 1, metrics), refresh=False)
+        if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
+            run.save(step + 1, model=model, optimizer=optimizer, scaler=scaler)
+
+    run.finish(lambda folder: save_model(model, tokenizer, folder))
+
+
+if __name__ == "__main__":
+    main(train, Config, __doc__)

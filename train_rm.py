@@ -1,0 +1,115 @@
+"""Pairwise reward model (RM): learn to score answers from which of two people prefer.
+
+The loss is that of Bradley and Terry, -log sigmoid(r_chosen - r_rejected - margin), averaged over
+the pairs (Stiennon et al. 2020, "Learning to summarize from human feedback", section 3.4; the
+margin is Llama 2's, equation 2). The score is read at the last token, the end of the turn.
+
+Where we differ from OpenRLHF: the saved folder opens in plain transformers as
+`AutoModelForSequenceClassification` and scores identically, in a padded batch too; the head starts
+at zero, so that the first loss is exactly ln 2; both answers of a pair lie in one packed forward
+pass; pairs that truncation makes equal are dropped and counted.
+
+    python train_rm.py                                      # pairs sampled from runs/sft -> runs/rm
+    python train_rm.py --model HuggingFaceTB/SmolLM2-135M-Instruct --data pairs.jsonl --lr 1e-5
+
+What to expect on the embedded world: EXPECTED
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from tqdm import tqdm
+
+from nanorlhf import data, evaluate, toy
+from nanorlhf.losses import bradley_terry_loss
+from nanorlhf.model import autocast, load_policy, load_scorer, save_model, sequence_scores
+from nanorlhf.sampler import Sampler
+from nanorlhf.utils import (
+    Common, Run, adamw, flag, fp16_scaler, lr_at, main, optimizer_step, seed_everything,
+)
+
+
+@dataclass
+class Config(Common):
+    model: str = flag("runs/sft", "start model: a policy, or a reward model to train on")
+    out: str = flag("runs/rm", "run folder that is written")
+    lr: float = flag(5e-4, "peak learning rate; 1e-5 for a real model")
+    batch_size: int = flag(32, "pairs of one optimiser step")
+    centre_coef: float = flag(0.01, "weight of (r_chosen + r_rejected)^2, which keeps scores near 0")
+    toy_pairs: int = flag(4000, "pairs that the embedded world's annotator judges")
+
+
+def train(cfg):
+    run = Run(cfg)
+    seed_everything(cfg.seed)
+
+    # --- data: on the embedded world both answers are the start model's own (on-policy) ---
+    scorer, tokenizer = load_scorer(cfg.model, cfg.device)
+    sampler = None
+    if cfg.data == "toy":
+        sampler = Sampler(*load_policy(cfg.model, cfg.device))
+    train_rows, eval_rows = data.train_and_eval_rows(
+        cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
+        partial(toy.pairs, 400, sampler=sampler, noise=False))
+    pairs, margins = data.encode_pairs(train_rows, tokenizer, cfg.max_len)
+    held_out, _ = data.encode_pairs(eval_rows, tokenizer, cfg.max_len)
+    data.show_masks(pairs[0], tokenizer)
+
+    # --- model and optimiser ---
+    if cfg.gradient_checkpointing:
+        scorer.gradient_checkpointing_enable()
+    scorer.train()
+    optimizer, scaler = adamw(scorer, cfg.lr, cfg.weight_decay), fp16_scaler(cfg)
+    steps_per_epoch = -(-len(pairs) // cfg.batch_size)
+    total = cfg.max_steps or cfg.epochs * steps_per_epoch
+    run.start()
+    start, _ = (run.restore(model=scorer, optimizer=optimizer, scaler=scaler)
+                if cfg.resume else (0, None))
+
+    # --- training ---
+    bar = tqdm(range(start, total), initial=start, total=total, desc="rm")
+    for step in bar:
+        epoch, i = divmod(step, steps_per_epoch)
+        order = data.epoch_order(len(pairs), cfg.seed, epoch)
+        picked = order[i * cfg.batch_size: (i + 1) * cfg.batch_size]
+        batch = data.Batch.from_rows([row for j in picked for row in pairs[j]]).to(cfg.device)
+        margin = margins[picked].to(cfg.device)  # (P,)
+        metrics = dict.fromkeys(("loss", "accuracy", "reward_chosen", "reward_rejected"), 0.0)
+        done = 0
+        for part in batch.split(cfg.micro_tokens, unit=2):  # a pair stays together
+            with autocast(cfg.device, cfg.dtype):
+                chosen, rejected = sequence_scores(scorer, part).view(-1, 2).unbind(1)  # (P,) each
+                loss = bradley_terry_loss(chosen, rejected, margin[done: done + len(chosen)],
+                                          cfg.centre_coef) / len(picked)
+            scaler.scale(loss).backward()
+            done += len(chosen)
+            metrics["loss"] += loss.item()
+            metrics["accuracy"] += (chosen > rejected).sum().item() / len(picked)
+            metrics["reward_chosen"] += chosen.sum().item() / len(picked)
+            metrics["reward_rejected"] += rejected.sum().item() / len(picked)
+        metrics["margin"] = metrics["reward_chosen"] - metrics["reward_rejected"]
+        metrics["lr"] = lr_at(step, total, cfg)
+        metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
+        metrics["tokens_per_s"] = run.speed(len(batch.input_ids))
+
+        # --- evaluation on held-out pairs, and a resume point ---
+        last = step + 1 == total
+        if last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0):
+            found, scores = evaluate.rank(scorer, held_out, cfg.micro_tokens, cfg.device)
+            metrics |= {f"eval_{name}": value for name, value in found.items()}
+            run.samples(step + 1, [
+                {"response": tokenizer.decode(row[0]), "score": float(score), "preferred": side}
+                for pair, pair_scores in zip(held_out[:3], scores)
+                for row, score, side in zip(pair, pair_scores, ("chosen", "rejected"))])
+        bar.set_postfix(run.log(step + 1, metrics), refresh=False)
+        if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
+            run.save(step + 1, model=scorer, optimizer=optimizer, scaler=scaler)
+
+    # Mean and spread of the held-out scores travel in config.json: PPO rewards are normalised by
+    # them, plain transformers ignores them.
+    scorer.config.reward_mean, scorer.config.reward_std = scores.mean().item(), scores.std().item()
+    run.finish(lambda folder: save_model(scorer, tokenizer, folder))
+
+
+if __name__ == "__main__":
+    main(train, Config, __doc__)

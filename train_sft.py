@@ -1,0 +1,107 @@
+"""Supervised fine-tuning (SFT): teach a model to answer by imitating demonstrations.
+
+The loss is the negative log-likelihood of the assistant's tokens, averaged over all trained tokens
+of the optimiser step (Ouyang et al. 2022, "Training language models to follow instructions with
+human feedback", section 3.5). Prompts are masked out; the end-of-turn token is trained, so that
+the model learns to stop.
+
+Where we differ from OpenRLHF: sequences are packed without padding and without flash-attn; a row
+cut at --max_len does not get an EOS written over its last token; dropout is off.
+
+    python train_sft.py                                            # embedded world -> runs/sft
+    python train_sft.py --model Qwen/Qwen3-0.6B --data rows.jsonl --lr 1e-5 --out runs/qwen
+
+What to expect on the embedded world: EXPECTED
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+from tqdm import tqdm
+
+from nanorlhf import data, evaluate, toy
+from nanorlhf.losses import sft_loss, token_weights
+from nanorlhf.model import autocast, load_policy, save_model, token_logprobs
+from nanorlhf.sampler import Sampler, SamplingParams
+from nanorlhf.utils import (
+    Common, Run, adamw, flag, fp16_scaler, lr_at, main, optimizer_step, seed_everything,
+)
+
+
+@dataclass
+class Config(Common):
+    out: str = flag("runs/sft", "run folder that is written")
+    lr: float = flag(3e-3, "peak learning rate; 1e-5 to 2e-5 for a real model")
+    batch_size: int = flag(16, "rows of one optimiser step")
+    toy_rows: int = flag(16000, "training rows drawn from the embedded world")
+    eval_prompts: int = flag(128, "held-out prompts answered at each evaluation")
+    eval_every: int = flag(250, "steps between evaluations; 0: only at the end")
+    save_every: int = flag(250, "steps between checkpoints; 0: none")
+    max_new_tokens: int = flag(96, "longest answer in an evaluation")
+
+
+def train(cfg):
+    run = Run(cfg)
+    seed_everything(cfg.seed)
+
+    # --- data: rows become token ids and masks, once ---
+    model, tokenizer = load_policy(cfg.model, cfg.device)
+    train_rows, eval_rows = data.train_and_eval_rows(
+        cfg, partial(toy.demonstrations, cfg.toy_rows), partial(toy.demonstrations, 256))
+    rows = data.encode_sft(train_rows, tokenizer, cfg.max_len)
+    held_out = data.encode_sft(eval_rows, tokenizer, cfg.max_len)
+    prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, cfg.max_len)
+    data.show_masks(rows[:1], tokenizer)
+
+    # --- model, sampler and optimiser ---
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    model.train()
+    sampler = Sampler(model, tokenizer)
+    sampling = SamplingParams(max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
+    optimizer, scaler = adamw(model, cfg.lr, cfg.weight_decay), fp16_scaler(cfg)
+    steps_per_epoch = -(-len(rows) // cfg.batch_size)
+    total = cfg.max_steps or cfg.epochs * steps_per_epoch
+    run.start()
+    start, _ = (run.restore(model=model, optimizer=optimizer, scaler=scaler)
+                if cfg.resume else (0, None))
+
+    # --- training ---
+    bar = tqdm(range(start, total), initial=start, total=total, desc="sft")
+    for step in bar:
+        epoch, i = divmod(step, steps_per_epoch)
+        order = data.epoch_order(len(rows), cfg.seed, epoch)
+        chosen = order[i * cfg.batch_size: (i + 1) * cfg.batch_size]
+        batch = data.Batch.from_rows([rows[j] for j in chosen]).to(cfg.device)
+        # One division by the tokens of the whole step: micro-batches never change the gradient.
+        batch.loss_mask = token_weights(batch.loss_mask, batch.cu_seqlens, "token")
+        loss = 0.0
+        for part in batch.split(cfg.micro_tokens):
+            with autocast(cfg.device, cfg.dtype):
+                logp, _ = token_logprobs(model, part)
+                part_loss = sft_loss(logp, part.loss_mask)
+            scaler.scale(part_loss).backward()
+            loss += part_loss.item()
+        lr = lr_at(step, total, cfg)
+        norm = optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
+        metrics = {"loss": loss, "lr": lr, "grad_norm": norm,
+                   "tokens_per_s": run.speed(len(batch.input_ids))}
+
+        # --- evaluation on held-out rows, and a resume point ---
+        last = step + 1 == total
+        if last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0):
+            metrics["eval_loss"] = evaluate.held_out_loss(model, held_out, cfg.micro_tokens,
+                                                          cfg.device)
+            found, completions = evaluate.answer(sampler, prompts, sampling,
+                                                 cfg.data == "toy")
+            metrics |= found
+            run.samples(step + 1, evaluate.sample_rows(prompts, completions))
+        bar.set_postfix(run.log(step + 1, metrics), refresh=False)
+        if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
+            run.save(step + 1, model=model, optimizer=optimizer, scaler=scaler)
+
+    run.finish(lambda folder: save_model(model, tokenizer, folder))
+
+
+if __name__ == "__main__":
+    main(train, Config, __doc__)
