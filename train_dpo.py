@@ -68,7 +68,7 @@ def train(cfg):
     held_out, _ = data.encode_pairs(eval_rows, tokenizer, cfg.max_len)
     prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, cfg.max_len)
     sampling = SamplingParams(max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
-    data.show_masks(pairs[0], tokenizer)
+    data.show_masks(list(pairs[0]), tokenizer, n=2)
 
     # --- reference log-probs of every pair, once: (P, 2) ---
     def reference(rows):

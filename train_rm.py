@@ -18,6 +18,7 @@ What to expect on the embedded world: EXPECTED
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from tqdm import tqdm
 
 from nanorlhf import data, evaluate, toy
@@ -35,8 +36,8 @@ class Config(Common):
     out: str = flag("runs/rm", "run folder that is written")
     lr: float = flag(5e-4, "peak learning rate; 1e-5 for a real model")
     batch_size: int = flag(32, "pairs of one optimiser step")
-    centre_coef: float = flag(0.01, "weight of (r_chosen + r_rejected)^2, which keeps scores near 0")
-    toy_pairs: int = flag(4000, "pairs that the embedded world's annotator judges")
+    centre_coef: float = flag(0.01, "weight of (r_chosen + r_rejected)^2, to keep scores near 0")
+    toy_pairs: int = flag(2000, "pairs that the embedded world's annotator judges")
 
 
 def train(cfg):
@@ -53,7 +54,7 @@ def train(cfg):
         partial(toy.pairs, 400, sampler=sampler, noise=False))
     pairs, margins = data.encode_pairs(train_rows, tokenizer, cfg.max_len)
     held_out, _ = data.encode_pairs(eval_rows, tokenizer, cfg.max_len)
-    data.show_masks(pairs[0], tokenizer)
+    data.show_masks(list(pairs[0]), tokenizer, n=2)
 
     # --- model and optimiser ---
     if cfg.gradient_checkpointing:
@@ -73,7 +74,7 @@ def train(cfg):
         order = data.epoch_order(len(pairs), cfg.seed, epoch)
         picked = order[i * cfg.batch_size: (i + 1) * cfg.batch_size]
         batch = data.Batch.from_rows([row for j in picked for row in pairs[j]]).to(cfg.device)
-        margin = margins[picked].to(cfg.device)  # (P,)
+        margin = torch.tensor([margins[j] for j in picked], device=cfg.device)  # (P,)
         metrics = dict.fromkeys(("loss", "accuracy", "reward_chosen", "reward_rejected"), 0.0)
         done = 0
         for part in batch.split(cfg.micro_tokens, unit=2):  # a pair stays together

@@ -11,6 +11,7 @@ Letters: N tokens of a batch, laid end to end without padding; B sequences.
 
 import csv
 import gzip
+import io
 import json
 import random
 import re
@@ -26,12 +27,15 @@ from typing import ClassVar
 import torch
 from jinja2 import TemplateError
 
+from nanorlhf.toy import parse_grade
 from nanorlhf.utils import UserError
 
 ORIGIN = "_origin"  # the key under which a row remembers its file:line
 ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
 ASKS = {"prompt": ("completion", "response"), "instruction": ("output",), "question": ("answer",)}
 CHATS = ("messages", "conversations")
+SOURCES = ("a .jsonl, .json, .csv or .parquet file, a folder saved by datasets, or a hub "
+           "name[:config[:split]]")
 SHAPES = {
     "SFT": "messages, conversations, prompt + completion or response, instruction [+ input] + "
            "output, question + answer, text",
@@ -137,55 +141,45 @@ def load_rows(spec, split=None, columns=None):
         raise
     except (OSError, EOFError, ValueError, csv.Error) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot read {spec} ({reason}); give a .jsonl, .json, .csv or .parquet file"
-                        ", a folder saved by datasets, or a hub name[:config[:split]]") from error
+        raise UserError(f"cannot read {spec} ({reason}); give {SOURCES}") from error
     if not numbered:
         raise UserError(f"{spec} holds no rows; give a data set with at least one")
-    for where, row in numbered:
-        if not isinstance(row, dict):
-            raise UserError(f"{spec}:{where}: a row must be a JSON object, not {row!r:.40}")
+    for number, row in numbered:
+        where = f"{spec}:{number}"
+        if not isinstance(row, dict) or None in row:  # None: the surplus cells of a CSV row
+            raise UserError(f"{where}: not one value for each column, but {row!r:.60}")
         for ours, theirs in (columns or {}).items():
             if theirs not in row:
-                raise UserError(f"{spec}:{where}: no column {theirs!r}; found {', '.join(row)}")
+                raise UserError(f"{where}: no column {theirs!r}; found {', '.join(row)}")
             row[ours] = row.pop(theirs)
-        row[ORIGIN] = f"{spec}:{where}"
+        row[ORIGIN] = where
     return [row for _, row in numbered]
 
 
 def _read(spec, split):
-    """Yield (place, row); the place is a line number where the file has lines."""
+    """Pairs (number, row): the line where a file has lines, else a count from 1."""
     path = Path(spec).expanduser()
     kind = path.name.removesuffix(".gz").rpartition(".")[2]
-    if path.is_dir() or not path.exists():
+    if not path.is_file():
         if not path.is_dir() and (kind in ("jsonl", "json", "csv", "parquet") or spec[0] in "./~"):
             raise UserError(f"no such file or folder: {spec}; check the path")
-        yield from ((f"row {i}", row) for i, row in enumerate(_dataset(spec, path, split)))
-    elif kind == "parquet":
+        return enumerate(_dataset(spec, path, split), 1)
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        raw = file.read().removeprefix(b"\xef\xbb\xbf")  # the mark that Windows editors leave
+    if kind == "parquet":
         from pyarrow.parquet import read_table
 
-        yield from ((f"row {i}", row) for i, row in enumerate(read_table(path).to_pylist()))
-    elif kind == "csv":
+        return enumerate(read_table(io.BytesIO(raw)).to_pylist(), 1)
+    if kind == "csv":
         csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 kB
-        with _open(path, "rt", encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            for row in reader:
-                if None in row:
-                    raise UserError(f"{spec}:{reader.line_num}: more cells than columns")
-                yield reader.line_num, row
-    elif kind in ("json", "jsonl"):
-        with _open(path, "rb") as file:
-            raw = file.read().removeprefix(b"\xef\xbb\xbf")  # the mark that Windows editors leave
-        if kind == "json" and raw.lstrip()[:1] == b"[":
-            yield from ((f"item {i}", row) for i, row in enumerate(_json(raw, spec), 1))
-        else:
-            lines = enumerate(raw.split(b"\n"), 1)
-            yield from ((i, _json(line, f"{spec}:{i}")) for i, line in lines if line.strip())
-    else:
-        raise UserError(f"{spec}: unknown kind of file; give .jsonl, .json, .csv or .parquet")
-
-
-def _open(path, mode, **kwargs):
-    return (gzip.open if path.suffix == ".gz" else open)(path, mode, **kwargs)
+        reader = csv.DictReader(io.StringIO(raw.decode(), newline=""))
+        return ((reader.line_num, row) for row in reader)
+    if kind == "json" and raw.lstrip()[:1] == b"[":
+        return enumerate(_json(raw, spec), 1)
+    if kind in ("json", "jsonl"):
+        lines = enumerate(raw.split(b"\n"), 1)
+        return ((number, _json(line, f"{spec}:{number}")) for number, line in lines if line.strip())
+    raise UserError(f"{spec}: unknown kind of file; give {SOURCES}")
 
 
 def _json(raw, where):
@@ -231,11 +225,11 @@ def _text(value, name):
     return str(value)  # answer 5 and answer "5" are the same
 
 
-def _number(value, name):
+def _number(value):
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise UserError(f"{name} must be a number, not {value!r:.40}") from error
+        raise UserError(f"margins and scores must be numbers, not {value!r:.40}") from error
 
 
 def _messages(turns):
@@ -267,7 +261,7 @@ def _turns(cell, name, role="user"):
     if not re.match(r"\s*Human:.*\n\nAssistant:", text, re.DOTALL):
         return _messages([{"role": role, "content": text}])
     _, *parts = re.split(r"\n\n(Human|Assistant):", "\n\n" + text.strip())
-    said = groupby(zip(parts[::2], parts[1::2], strict=True), key=lambda part: part[0])  # some speak twice
+    said = groupby(zip(parts[::2], parts[1::2]), key=lambda part: part[0])  # some speak twice
     return _messages([{"role": who, "content": "\n\n".join(text.strip() for _, text in turns)}
                       for who, turns in said])
 
@@ -323,10 +317,9 @@ def to_pair(row):
         if shared < 1:
             raise UserError("chosen and rejected share no prompt; add a prompt column")
         margin = cells.get("margin", "")  # an empty cell in a CSV file
-        for good, bad in [("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")]:
-            if margin == "" and good in cells and bad in cells:
-                margin = _number(cells[good], good) - _number(cells[bad], bad)
-        margin = None if margin == "" else _number(margin, "margin")
+        if margin == "" and {"chosen_score", "rejected_score"} <= cells.keys():
+            margin = _number(cells["chosen_score"]) - _number(cells["rejected_score"])
+        margin = None if margin == "" else _number(margin)
         return a[:shared], a[shared:], b[shared:], margin
 
 
@@ -379,6 +372,9 @@ def _spans(messages, tokenizer, first_target, plain):
             reply = _after(opened[1], content) if opened else content
         if not prompt.startswith(done):
             raise UserError(REWRITTEN.format(i + 1))
+        if reply[:max(reply.find(content), 0)].strip() and render(messages[:i]) == prompt:
+            raise UserError("the chat template writes a role header but no generation prompt; "
+                            "add the header under {% if add_generation_prompt %}")
         if reply != content:  # white space that the template puts after its end of turn
             reply = reply.rstrip()
         spans += [(prompt[len(done):], False), (reply, True)]
@@ -446,9 +442,13 @@ def encode(messages_or_text, tokenizer, *, prompt_only=False, first_target=0, pl
     return ids, mask
 
 
-def _is_plain(row, messages):
-    """Whether the row is a prompt and a reply in bare strings."""
-    return messages[0]["content"] == row.get("prompt") and len(messages) <= 2
+def _coded(row, messages, tokenizer, max_len=None, **options):
+    """`encode`, cut on the right; errors name the row, and bare strings are known as such."""
+    chat = not isinstance(messages, str)
+    plain = chat and len(messages) <= 2 and messages[0]["content"] == row.get("prompt")
+    with _naming(row):
+        ids, mask = encode(messages, tokenizer, plain=plain, **options)
+    return ids[:max_len], mask[:max_len]
 
 
 def _kept(kept, dropped, total):
@@ -461,19 +461,12 @@ def _kept(kept, dropped, total):
     return kept
 
 
-def _cut(row, max_len):
-    return row[0][:max_len], row[1][:max_len]
-
-
 def encode_sft(rows, tokenizer, max_len, stop_ids=()):
     """[(ids, loss_mask)], cut on the right at max_len. Rows without a target token are dropped."""
     kept, dropped = [], Counter()
     for row in rows:
         messages, first = _sft(row)
-        with _naming(row):
-            plain = not isinstance(messages, str) and _is_plain(row, messages)
-            coded = _cut(encode(messages, tokenizer, first_target=first, plain=plain,
-                                stop_ids=stop_ids), max_len)
+        coded = _coded(row, messages, tokenizer, max_len, first_target=first, stop_ids=stop_ids)
         if any(coded[1][1:]):
             kept.append(coded)
         else:
@@ -487,10 +480,8 @@ def encode_pairs(rows, tokenizer, max_len, stop_ids=()):
     kept, dropped = [], Counter()
     for row in rows:
         prompt, *replies, margin = to_pair(row)
-        with _naming(row):
-            pair = [_cut(encode(prompt + reply, tokenizer, first_target=len(prompt),
-                                plain=_is_plain(row, prompt + reply), stop_ids=stop_ids), max_len)
-                    for reply in replies]
+        pair = [_coded(row, prompt + reply, tokenizer, max_len, first_target=len(prompt),
+                       stop_ids=stop_ids) for reply in replies]
         if not all(reply[-1]["content"].strip() for reply in replies):
             dropped["a reply is empty"] += 1
         elif not all(any(mask[1:]) for _, mask in pair):
@@ -509,8 +500,7 @@ def encode_prompts(rows, tokenizer, max_len, usable=None):
     kept, dropped = [], Counter()
     for row in rows:
         messages, columns = to_prompt(row)
-        with _naming(row):
-            ids, _ = encode(messages, tokenizer, prompt_only=True, plain=_is_plain(row, messages))
+        ids, _ = _coded(row, messages, tokenizer, prompt_only=True)
         gold = [columns[name] for name in ("answer", "label", "tests") if name in columns]
         if len(ids) > max_len:
             dropped[f"prompt longer than --max_len {max_len}"] += 1
@@ -526,7 +516,7 @@ def encode_prompts(rows, tokenizer, max_len, usable=None):
 
 
 def show_masks(rows, tokenizer, n=1):
-    """Print the token, id and mask of the first n encoded rows (or of one row), learned tokens *."""
+    """Print the tokens of the first n encoded rows (or of one row); * marks the learned ones."""
     for ids, mask in [rows] if isinstance(rows, tuple) else rows[:n]:
         print(f"{'token':>16}  {'id':>6}  mask")
         for token, learned in zip(ids, mask):
@@ -549,11 +539,13 @@ def batches_of(order, batch_size):
 def train_and_eval_rows(config, toy_train, toy_eval):
     """(training rows, held-out rows) as --data and --eval_data say.
 
-    `toy_train(seed=, split=)` and `toy_eval` make rows of the embedded world. Without --eval_data
+    `toy_train(seed=, split=, grade=)` and `toy_eval` make rows of the embedded world. Without --eval_data
     every 20th row, at most 200, is held out.
     """
     if config.data == "toy":
-        return toy_train(seed=config.seed, split="train"), toy_eval(seed=0, split="eval")
+        grade = parse_grade(config.toy_grade)
+        return (toy_train(seed=config.seed, split="train", grade=grade),
+                toy_eval(seed=0, split="eval", grade=grade))
     rows = load_rows(config.data)
     if config.eval_data:
         return rows, load_rows(config.eval_data)

@@ -149,12 +149,13 @@ def gae(rewards, values, mask, gamma, lam, cu_seqlens=None):
     count = torch.bincount(row, minlength=len(cu_seqlens) - 1)  # (B,)
     column = torch.arange(len(used), device=row.device) - (count.cumsum(0) - count)[row]
     steps = int(count.max()) if len(used) else 0
-    r, v, A = values.new_zeros((3, len(count), steps + 1))  # left-aligned, without the holes
-    r[row, column] = rewards.flatten()[used].to(r.dtype)
-    v[row, column] = values.flatten()[used]
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    r, v, A = values.new_zeros((3, len(count), steps + 1), dtype=dtype)  # left-aligned, no holes
+    r[row, column] = rewards.flatten()[used].to(dtype)
+    v[row, column] = values.flatten()[used].to(dtype)
     for t in reversed(range(steps)):
         A[:, t] = r[:, t] + gamma * v[:, t + 1] - v[:, t] + gamma * lam * A[:, t + 1]
-    advantages, returns = values.new_zeros((2, values.numel()))
+    advantages, returns = values.new_zeros((2, values.numel()), dtype=dtype)
     advantages[used], returns[used] = A[row, column], (A + v)[row, column]
     return advantages.view(values.shape), returns.view(values.shape)
 

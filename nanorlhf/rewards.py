@@ -17,7 +17,6 @@ from pathlib import Path
 from nanorlhf.utils import UserError
 
 LIMIT = 1000  # characters; a longer "answer" is compared as it stands
-
 MARK = re.compile(r"(?<!#)####(?!#)|\\boxed\s*\{|<answer>")
 TAG = re.compile(r"</?(?:think|answer)>")
 EDGES = re.compile(r"^(?:\*\*|[\s$`])+|(?:\*\*|[\s$`%.,;])+$")
@@ -142,8 +141,8 @@ def _find(name):
         return BUILT_IN[name]
     path, _, function = name.rpartition(":")
     if not Path(path).is_file():
-        raise UserError(f"no reward {name!r}; give {', '.join(BUILT_IN)} or path/file.py:function "
-                        "with a file that exists")
+        missing = f"no file {path}" if path else f"no reward {name!r}"
+        raise UserError(f"{missing}; --reward is {', '.join(BUILT_IN)} or path/file.py:function")
     reward = runpy.run_path(path, run_name="user_reward").get(function)
     if not callable(reward):
         raise UserError(f"reward {name!r}: no function {function!r} in {path}; mend the name")
@@ -160,8 +159,8 @@ def call_reward(reward, prompts, completions, /, **columns):
     try:
         inspect.signature(reward).bind(prompts, completions, **columns)
     except TypeError as error:
-        raise UserError(f"reward {name}: {error}; it gets the columns {', '.join(columns)} and "
-                        "takes by **_ those that it does not use") from None
+        raise UserError(f"reward {name}: {error} (columns: {', '.join(columns) or 'none'}; "
+                        "a reward takes those it does not use by **_)") from None
     scores = reward(prompts, completions, **columns)
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
     if not isinstance(scores, (list, tuple)) or len(scores) != len(completions):

@@ -218,17 +218,17 @@ class Scheduler:
         Returns the new sequences, the logits (V,) each goes on from, and the block copies to make.
         """
         joined, logits, copies = [], [], []
-        while len(self.running) < self.max_seqs:
-            item = self.waiting[0] if self.waiting else None
-            if item is None or item.logits is None:
+        while self.waiting and self.waiting[0].logits is not None:
+            if len(self.running) == self.max_seqs:
                 break
+            item = self.waiting[0]
             last = len(item.sequences) == 1  # inherits the prefill's blocks, needs no copy
             if not self.blocks.free and not (last and item.length % self.blocks.block_size):
                 if self.running:
                     break  # they will finish, or give way
-                if not self.drop_prefill(keep=item):  # this prompt fills the pool: one at a time
-                    self.waiting.insert(1, Prefill(item.sequences[1:], item.length))
-                    del item.sequences[1:]
+                # This prompt alone fills the pool: let the first sample have it, then the others.
+                self.waiting.insert(1, Prefill(item.sequences[1:], item.length))
+                del item.sequences[1:]
                 continue
             sequence = item.sequences.pop(0)
             sequence.blocks = self.blocks.fork(item.blocks)
@@ -262,10 +262,10 @@ class Scheduler:
                 self.blocks.reserve(sequence.blocks, place * size)
                 self.table[sequence.row, place] = sequence.blocks[-1]
 
-    def drop_prefill(self, keep=None):
+    def drop_prefill(self):
         """Free the blocks of the last waiting prefill that holds any; False if there is none."""
         for item in reversed(self.waiting):
-            if item.blocks and item is not keep:
+            if item.blocks:
                 self.blocks.release(item.blocks)
                 item.done, item.logits = 0, None
                 return True
@@ -278,6 +278,7 @@ class Scheduler:
         self.preemptions += 1
 
     def finish(self, sequences):
+        """Sequences leave and give their blocks back."""
         if not sequences:
             return
         for sequence in sequences:
@@ -345,7 +346,9 @@ class Sampler:
             raise UserError("block_size, max_seqs and max_prefill_tokens must be at least 1")
         self.source = self.model = model
         if dtype not in (None, model.dtype):
-            self.model = deepcopy(model).to(dtype).requires_grad_(False)
+            self.model = deepcopy(model).requires_grad_(False)
+            for weight in self.model.parameters():  # not .to(dtype): rotary buffers must stay fp32
+                weight.data = weight.data.to(dtype)
         self.tokenizer, self.config = tokenizer, model.config.get_text_config()
         self.block_size, self.max_seqs, self.num_blocks = block_size, max_seqs, num_blocks
         self.max_prefill_tokens, self.stats = max_prefill_tokens, {}

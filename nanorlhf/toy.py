@@ -24,6 +24,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from nanorlhf.utils import UserError
+
 SPECIAL = ["<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
 TEMPLATE = (
@@ -70,6 +72,15 @@ class Grade:
     digits: int = 4  # digits of every number
     terms: int = 2  # numbers to add
     subtract: bool = False  # half of the questions take the second number from the first
+
+
+def parse_grade(text):
+    """"4x2" -> four digits, two terms; a "-" behind it also subtracts."""
+    match = re.fullmatch(r"([1-9])x([2-9])(-?)", text)
+    if not match:
+        raise UserError(f"--toy_grade {text} must be digits x terms, such as 4x2, or 4x2- with "
+                        "subtraction")
+    return Grade(int(match[1]), int(match[2]), bool(match[3]))
 
 
 def question(rng, grade):
@@ -206,7 +217,7 @@ def pairs(n, seed=0, split="train", grade=Grade(), sampler=None, samples=8, nois
     """
     rng, rows, round_ = random.Random(f"pairs-{split}-{seed}"), [], 0
     while len(rows) < n:
-        texts = questions(max(64, n // 2), (seed, round_), split, grade)
+        texts = questions(max(64, n // 3), (seed, round_), split, grade)
         for text, answers in zip(texts, answers_to(texts, sampler, samples, rng)):
             best = [a for a, stopped in answers if gold_score(text, a, stopped)]
             rest = [a for a, stopped in answers if not gold_score(text, a, stopped)]

@@ -40,6 +40,7 @@ class Common:
     data: str = flag("toy", "training rows: toy, a .jsonl/.json/.csv/.parquet file, a folder saved "
                      "by datasets, or a hub name[:config[:split]]")
     eval_data: str = flag("", "held-out rows, named as --data; empty: a share of --data")
+    toy_grade: str = flag("4x2", "sums of the embedded world: digits x terms; 4x2- also subtracts")
     out: str = flag("", "run folder that is written")
     seed: int = flag(0, "seed of everything random: order of rows, sampling, fresh heads")
     lr: float = flag(1e-3, "peak learning rate (AdamW, betas 0.9 and 0.95)")

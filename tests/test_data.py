@@ -49,7 +49,8 @@ QWEN3 = (  # an empty think block before the last reply, none in history
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
     "{% if m.role == 'assistant' and loop.last and '</think>' not in m.content %}"
     "{{ '<think>\n\n</think>\n\n' + m.content }}"
-    "{% elif m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1].strip() }}"
+    "{% elif m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1].strip() }}"
     "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -80,7 +81,7 @@ def make_tokenizer(template=None, bos=None, eos="</s>", auto_bos=False, pad="<pa
 
 
 def chat(*contents):
-    return [{"role": "assistant" if i % 2 else "user", "content": c} for i, c in enumerate(contents)]
+    return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
 
 
 def learned(tokenizer, coded):
@@ -91,7 +92,7 @@ def whole(tokenizer, coded):
     return tokenizer.decode(coded[0])
 
 
-# --- the mask of chats -------------------------------------------------------------------------
+# --- the mask of chats ------------------------------------------------------
 
 
 @pytest.mark.parametrize("template, eos, text", [
@@ -106,7 +107,8 @@ def test_first_learned_token_is_the_replys_first_and_the_end_of_turn_is_the_last
     ids, mask = encode(chat("hi", "yes"), tokenizer)
     prompt, zeros = encode(chat("hi"), tokenizer, prompt_only=True)
     assert tokenizer.decode(prompt) == text and not any(zeros)
-    assert ids[:len(prompt)] == prompt and mask == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+    assert ids[:len(prompt)] == prompt
+    assert mask == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
     assert ids[-1] == tokenizer.eos_token_id
     assert "yes" in learned(tokenizer, (ids, mask))
     official = tokenizer.apply_chat_template(chat("hi", "yes"), tokenize=True, return_dict=True)
@@ -228,7 +230,7 @@ def test_chats_without_a_template_are_dialogues():
     assert whole(tokenizer, row) == "ab </s>"
 
 
-# --- templates that think ------------------------------------------------------------------------
+# --- templates that think ---------------------------------------------------
 
 
 def test_rewritten_history_is_refused_by_turn_and_harmless_when_not_learned():  # DAT-4
@@ -275,6 +277,9 @@ def test_odd_templates_and_conversations_are_refused():
     strange = make_tokenizer(CHATML.replace("assistant\n' }}{% endif", "bot\n' }}{% endif"))
     with pytest.raises(UserError, match="rewrites turn 2"):
         encode(chat("a", "b"), strange)
+    headless = make_tokenizer(CHATML[:CHATML.index("{% if add")])  # the header would be learned
+    with pytest.raises(UserError, match="generation prompt"):
+        encode(chat("a", "b"), headless)
     strict = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match="roles must alternate"):
         encode(chat("a", "b"), strict)
@@ -287,7 +292,7 @@ def test_odd_templates_and_conversations_are_refused():
         encode(chat("a", "b"), tokenizer, prompt_only=True)
 
 
-# --- limits --------------------------------------------------------------------------------------
+# --- limits -----------------------------------------------------------------
 
 
 def test_rows_without_target_are_dropped_and_counted(capsys):  # SFT-3, TNY-1
@@ -301,6 +306,8 @@ def test_rows_without_target_are_dropped_and_counted(capsys):  # SFT-3, TNY-1
     with pytest.raises(UserError, match="3 of 3 rows.*--max_len"):
         encode_sft(rows[:3], tokenizer, 16)
     assert len(encode_sft([{"prompt": "p" * 15, "completion": "c"}], tokenizer, 16)) == 1
+    with pytest.raises(UserError, match="--max_len 1"):  # nothing predicts a first token
+        encode_sft([{"text": "ab"}], tokenizer, 1)
     with pytest.raises(UserError, match="--max_len"):
         encode_sft([{"prompt": "p" * 16, "completion": "c"}], tokenizer, 16)
 
@@ -348,7 +355,7 @@ def test_prompts_without_a_readable_answer_are_dropped(capsys):  # RWD-8
     assert columns["prompt"] == "user: a\nassistant: b\nuser: c"
 
 
-# --- shapes --------------------------------------------------------------------------------------
+# --- shapes -----------------------------------------------------------------
 
 QA = chat("q", "a")
 SFT_ROWS = [
@@ -370,8 +377,9 @@ PAIR_ROWS = [
     {"prompt": "\n\nHuman: q\n\nAssistant:", "chosen": "a", "rejected": "b"},
 ]
 PROMPT_ROWS = [
-    {"prompt": "q", "answer": 5}, {"prompt": QA[:1], "label": "5"}, {"question": "q", "answer": "5"},
-    {"instruction": "q", "answer": 5}, {"messages": QA, "answer": 5},
+    {"prompt": "q", "answer": 5}, {"prompt": QA[:1], "label": "5"},
+    {"question": "q", "answer": "5"}, {"instruction": "q", "answer": 5},
+    {"messages": QA, "answer": 5},
 ]
 
 
@@ -389,8 +397,8 @@ def save(folder, kind, rows):
         with path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
-            writer.writerows({k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()}
-                             for row in rows)
+            writer.writerows({name: json.dumps(cell) if isinstance(cell, list) else cell
+                              for name, cell in row.items()} for row in rows)
     elif kind == "parquet":
         import pyarrow
         from pyarrow.parquet import write_table
@@ -423,9 +431,10 @@ def test_finer_points_of_shapes():
     assert to_messages({"messages": thought}) == [QA[0], QA[1] | {"reasoning_content": "hm"}]
     alpaca = {"instruction": "add", "input": 12, "output": 3}
     assert to_messages(alpaca) == chat("add\n\n12", "3")
-    assert to_messages({"messages": None, "prompt": "[1, 2]", "completion": 2}) == chat("[1, 2]", "2")
+    numbers = {"messages": None, "prompt": "[1, 2]", "completion": 2}
+    assert to_messages(numbers) == chat("[1, 2]", "2")
     margins = [{"margin": "0.5"}, {"chosen_score": 3, "rejected_score": 1}, {"margin": None},
-               {"margin": ""}, {"margin": 0, "score_chosen": 1, "score_rejected": 0}]
+               {"margin": ""}, {"margin": 0, "chosen_score": 1, "rejected_score": 0}]
     assert [to_pair(PAIR_ROWS[0] | m)[3] for m in margins] == [0.5, 2.0, None, None, 0.0]
     assert encode_pairs([PAIR_ROWS[0] | margins[0]], make_tokenizer(), 9)[1] == [0.5]
     # Sides that part early: the prompt ends there, and every later reply is learned.
@@ -439,7 +448,8 @@ def test_finer_points_of_shapes():
     tests = {"prompt": "q", "tests": ["assert f(1) == 2"], "difficulty": 0.5}
     assert to_prompt(tests)[1] == {"tests": tests["tests"], "difficulty": 0.5}
     # Only the completion of prompt turns + completion is learned.
-    [row] = encode_sft([{"prompt": chat("a", "b", "c"), "completion": "d"}], make_tokenizer(LLAMA), 99)
+    several = {"prompt": chat("a", "b", "c"), "completion": "d"}
+    [row] = encode_sft([several], make_tokenizer(LLAMA), 99)
     assert learned(make_tokenizer(), row) == "d</s>"
 
 
@@ -450,7 +460,8 @@ def test_unknown_and_bad_rows_are_named():  # DAT-8
         (to_prompt, {"foo": "x", "bar": None}), (to_messages, {"messages": []}),
         (to_messages, {"messages": "[{"}), (to_messages, {"prompt": "", "completion": "x"}),
         (to_messages, {"prompt": "q"}), (to_prompt, {"prompt": " "}), (to_messages, {}),
-        (to_pair, {"chosen": "a", "rejected": "b"}), (to_messages, {"prompt": {"a": 1}, "response": ""}),
+        (to_pair, {"chosen": "a", "rejected": "b"}),
+        (to_messages, {"prompt": {"a": 1}, "response": ""}),
         (to_prompt, {"messages": QA[1:]}), (to_pair, PAIR_ROWS[0] | {"margin": "much"}),
         (to_pair, PAIR_ROWS[0] | {"chosen_score": [1], "rejected_score": 0}),
     ]:
@@ -463,7 +474,7 @@ def test_unknown_and_bad_rows_are_named():  # DAT-8
         encode_sft([{"prompt": "", "completion": "x"} | here], make_tokenizer(), 9)
 
 
-# --- files -----------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------
 
 
 def test_jsonl_with_a_mark_blank_lines_and_a_broken_line(tmp_path):  # DAT-8
@@ -473,6 +484,9 @@ def test_jsonl_with_a_mark_blank_lines_and_a_broken_line(tmp_path):  # DAT-8
     first, second = load_rows(str(path))
     assert to_prompt(first)[1] == to_prompt(second | {"question": "b"})[1] == {"answer": "5"}
     assert first[data.ORIGIN].endswith("rows.jsonl:1") and second[data.ORIGIN].endswith(":4")
+    (tmp_path / "rows.csv").write_bytes(b'\xef\xbb\xbfquestion,answer\r\n"a\r\nb",5\r\n')
+    [row] = load_rows(str(tmp_path / "rows.csv"))
+    assert to_messages(row) == chat("a\r\nb", "5") and row[data.ORIGIN].endswith("rows.csv:3")
     for bad in (b'{"question": ', b"\xff", b"[1]", b"3"):
         path.write_bytes(b'{"question": "a"}\n\n' + bad + b"\n")
         with pytest.raises(UserError, match=r"rows.jsonl:3: "):
@@ -539,11 +553,11 @@ def test_nothing_is_cached(monkeypatch):  # DAT-7
     assert encode_sft([row], tokenizer, 64) != before
     tokenizer.chat_template = None
     plain = encode_sft([row], tokenizer, 64)
-    monkeypatch.setattr(data, "PLAIN", "{% for m in messages %}{{ '-' + m.content }}{% endfor %}")
+    monkeypatch.setattr(data, "PLAIN", "{% for m in messages %}{{ m.content + '-' }}{% endfor %}")
     assert encode_sft([row], tokenizer, 64) != plain
 
 
-# --- batches ---------------------------------------------------------------------------------------
+# --- batches ----------------------------------------------------------------
 
 
 @dataclass

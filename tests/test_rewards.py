@@ -105,13 +105,14 @@ EQUAL = [
     (r"we get $\boxed{\frac{1}{2}}$", "0.5"), ("B", r"\boxed{B}"), ("(B)", "(B)"),
     (r"\{1,2\}", r"\boxed{\{1, 2\}}"), ("x=1", r"\boxed{x = 1}"), ("n=1,2,3", "n=1,2,3"),
     (r"\text{even}", r"\boxed{\text{even}}"), ("1/2^99", r"#### 1/2^99"),
+    ("x=" + "1" * 2000, "#### x=" + "1" * 2000),
 ]
 
 DIFFERENT = [
     ("n=2,3,4", "n=1,2,3"), ("1/2^99", "1/2^98"), ("3x\u2212y+13=0", "3x+4y+14=0"), ("5", "50"),
     ("5", "-5"), ("5", "5 or 6"), ("5", "#### 5 or 6"), ("1", "1/2"), ("12", "1 2"), ("12", "1$2"),
     ("6", "2*3"), ("23", "2**3"), ("512", r"5\frac{1}{2}"), ("11/2", r"1\frac{1}{2}"),
-    ("42", "42x"),
+    ("42", "42x"), ("2/34", r"\frac{2}{3}4"), ("18", "#### 18 maybe 19"), (r"\(\)", ""),
     ("1000", "1,00"), ("1", "0,001"), ("1000", "1, 000"), ("3", r"\boxed{3"), ("0", "1/0"),
     ("0", ""), ("0", "0/0"), ("0", "nan"), ("18", "the answer is 18"), ("18", "see proof"),
     ("0.3333", "1/3"), ("0.5", "50%"), ("1000", "1.000"), ("1", "1^(9^9)"), ("x", "X"),
@@ -207,7 +208,8 @@ HOSTILE = [
     "#### " + "$ " * 450 + "x", "#### a" + SPACES + "b", rf"#### \frac{{{SPACES}}}{{{SPACES}}}x",
     rf"#### \frac{{{SPACES}", "#### 1" + SPACES + "/" + "x", "#### " + "1" * 990 + "x",
     "#### 5 " + "abc " * 250_000 + "7", "__import__('os').system('x')",
-    "\\boxed{" + "a" * 1_000_000, "#### " + "-" * 990, "#### " + "**" * 480 + "x", r"\frac{1" * 150,
+    "\\boxed{" + "a" * 1_000_000, "#### a" + "$" * 100_000 + "x", "#### " + "-" * 990,
+    "#### " + "**" * 480 + "x", r"\frac{1" * 150,
 ]
 
 
@@ -226,14 +228,14 @@ def test_hostile_answers_are_zero_in_time_in_a_worker_thread():
         assert format_reward(["q"], [text]) == [0.0]
 
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(seconds_of_the_slowest, HOSTILE, check).result() < 2.0
+        assert pool.submit(seconds_of_the_slowest, HOSTILE, check).result() < 5.0
 
 
 def test_hostile_gold_in_time():
     def check(text):
         assert reward(text, "5") in (0.0, None)
 
-    assert seconds_of_the_slowest(HOSTILE, check) < 2.0
+    assert seconds_of_the_slowest(HOSTILE, check) < 5.0
 
 
 # ---------------------------------------------------------------- format (RWD-1)

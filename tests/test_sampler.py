@@ -366,6 +366,7 @@ def test_changed_weights_are_seen_at_once_and_copies_after_sync():
     params = SamplingParams(max_new_tokens=10, seed=0)
     same, copy = Sampler(model, Endless()), Sampler(model, Endless(), dtype=torch.bfloat16)
     assert same.model is model and copy.model.dtype is torch.bfloat16 and model.dtype == torch.float
+    assert {b.dtype for b in copy.model.buffers()} == {torch.float32}  # rotary frequencies
     before, before_copy = same.generate(prompts, params), copy.generate(prompts, params)
     torch.manual_seed(1)
     with torch.no_grad():
