@@ -14,6 +14,7 @@ import runpy
 from fractions import Fraction
 from pathlib import Path
 
+from nanorlhf import toy
 from nanorlhf.utils import UserError
 
 LIMIT = 1000  # characters; a longer "answer" is compared as it stands
@@ -115,7 +116,7 @@ def format_reward(prompts, completions, **_):
     return [float(well_formed(text)) for text in completions]
 
 
-BUILT_IN = {"math": math_reward, "format": format_reward}
+BUILT_IN = {"math": math_reward, "format": format_reward, "toy": toy.gold_reward}
 
 
 def load_reward(spec):

@@ -386,7 +386,8 @@ class Sampler:
             else:
                 accepted.append((i, ids, p, room))
         self.stats = {"refused": sum(c.finish_reason == "refused" for c in done), "steps": 0,
-                      "preemptions": 0, "peak_blocks": 0, "prefix_blocks_saved": 0}
+                      "preemptions": 0, "peak_blocks": 0, "prefix_blocks_saved": 0,
+                      "blocks_left": 0}
         if accepted:
             with evaluating(self.model):
                 done += self._run(Call(accepted, self._stop_ids()), num_blocks, progress)
@@ -424,7 +425,7 @@ class Sampler:
         if length == 0:
             return "the prompt is empty; give it at least one token"
         if room < 0:
-            return (f"the prompt has {length} tokens, {-room} more than the model reads; "
+            return (f"the prompt has {length} tokens and the model reads {length + room}; "
                     "shorten the prompt")
         needed = -(-(length + room) // self.block_size)
         if needed > num_blocks:
