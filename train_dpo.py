@@ -28,7 +28,8 @@ from nanorlhf.model import autocast, load_policy, save_model, token_logprobs
 from nanorlhf.rollout import score_tokens
 from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import (
-    Common, Run, adamw, flag, fp16_scaler, lr_at, main, optimizer_step, seed_everything,
+    Common, Run, add_stats, adamw, flag, fp16_scaler, lr_at, main, optimizer_step,
+    seed_everything,
 )
 
 
@@ -37,13 +38,13 @@ class Config(Common):
     model: str = flag("runs/sft", "start model")
     ref_model: str = flag("", "frozen reference; empty: the start model")
     out: str = flag("runs/dpo", "run folder that is written")
-    lr: float = flag(1e-4, "peak learning rate; 5e-7 to 5e-6 for a real model")
+    lr: float = flag(1.5e-4, "peak learning rate; 5e-7 to 5e-6 for a real model")
     batch_size: int = flag(32, "pairs of one optimiser step")
-    beta: float = flag(0.1, "strength of the pull towards the reference")
+    beta: float = flag(0.3, "strength of the pull towards the reference; 0.1 is usual")
     loss_type: str = flag("sigmoid", "sigmoid, ipo, hinge or simpo")
     label_smoothing: float = flag(0.0, "assumed share of wrong labels (cDPO)")
     simpo_gamma: float = flag(0.5, "simpo: target margin")
-    nll_coef: float = flag(0.0, "weight of the chosen answer's negative log-likelihood per token")
+    nll_coef: float = flag(0.5, "weight of the chosen answer's negative log-likelihood per token")
     toy_pairs: int = flag(2000, "pairs that the embedded world's annotator judges")
     eval_prompts: int = flag(128, "held-out prompts answered at each evaluation")
     max_new_tokens: int = flag(96, "longest answer in an evaluation")
@@ -71,15 +72,15 @@ def train(cfg):
     data.show_masks(list(pairs[0]), tokenizer, n=2)
 
     # --- reference log-probs of every pair, once: (P, 2) ---
-    def reference(rows):
+    def reference(judge, rows):
         batch = data.Batch.from_rows([row for pair in rows for row in pair]).to(cfg.device)
         with autocast(cfg.device, cfg.dtype):
             logp, _ = score_tokens(judge, batch, 1.0, cfg.micro_tokens)
         return response_logps(logp, batch).T
 
     judge = load_policy(cfg.ref_model, cfg.device)[0] if cfg.ref_model else model
-    ref, held_out_ref = reference(pairs), reference(held_out)
-    del judge
+    ref, held_out_ref = reference(judge, pairs), reference(judge, held_out)
+    del judge  # its memory, when it is a model of its own
 
     # --- model and optimiser ---
     if cfg.gradient_checkpointing:
@@ -92,52 +93,46 @@ def train(cfg):
     start, _ = (run.restore(model=model, optimizer=optimizer, scaler=scaler)
                 if cfg.resume else (0, None))
 
-    def losses(part, part_ref):
-        """(summed loss, stats summed over the pairs) of a micro-batch and its (P, 2) reference."""
-        with autocast(cfg.device, cfg.dtype):
-            logp, _ = token_logprobs(model, part)
-        policy = response_logps(logp, part)  # (2, P)
-        lengths = response_logps(part.loss_mask, part)
-        loss = dpo_loss(*policy, *part_ref.T, cfg.beta, cfg.loss_type, cfg.label_smoothing,
-                        lengths, cfg.simpo_gamma)
-        if cfg.nll_coef:
-            chosen = (part.row % 2 == 0) * part.loss_mask / lengths.T.flatten()[part.row]
-            loss = loss + cfg.nll_coef * sft_loss(logp, chosen)
-        chosen, rejected = cfg.beta * (policy.detach() - part_ref.T)
-        return loss, {"loss": loss.item(), "rewards_chosen": chosen.sum().item(),
-                      "rewards_rejected": rejected.sum().item(),
-                      "accuracy": (chosen > rejected).sum().item(),
-                      "margin": (chosen - rejected).sum().item()}
+    def over(rows, rows_ref, learn):
+        """Mean stats over pairs and their (P, 2) reference log-probs; gradients if `learn`."""
+        batch = data.Batch.from_rows([row for pair in rows for row in pair]).to(cfg.device)
+        means, done = {}, 0
+        for part in batch.split(cfg.micro_tokens, unit=2):  # a pair stays together
+            part_ref = rows_ref[done: done + len(part) // 2].T  # (2, P)
+            done += len(part) // 2
+            with torch.set_grad_enabled(learn), autocast(cfg.device, cfg.dtype):
+                logp, _ = token_logprobs(model, part)
+                policy = response_logps(logp, part)  # (2, P)
+                lengths = response_logps(part.loss_mask, part)
+                loss = dpo_loss(*policy, *part_ref, cfg.beta, cfg.loss_type, cfg.label_smoothing,
+                                lengths, cfg.simpo_gamma)
+                of_chosen = (part.row % 2 == 0) * part.loss_mask / lengths.T.flatten()[part.row]
+                nll = sft_loss(logp, of_chosen)
+            if learn:
+                scaler.scale((loss + cfg.nll_coef * nll) / len(rows)).backward()
+            chosen, rejected = cfg.beta * (policy.detach() - part_ref)
+            stats = {"loss": loss, "nll_loss": nll, "accuracy": (chosen > rejected).sum(),
+                     "rewards_chosen": chosen.sum(), "rewards_rejected": rejected.sum(),
+                     "margin": (chosen - rejected).sum()}
+            means = add_stats(means, {k: float(v) / len(rows) for k, v in stats.items()})
+        return means, len(batch.input_ids)
 
     # --- training ---
     bar = tqdm(range(start, total), initial=start, total=total, desc="dpo")
     for step in bar:
         epoch, i = divmod(step, steps_per_epoch)
         order = data.epoch_order(len(pairs), cfg.seed, epoch)
-        picked = order[i * cfg.batch_size: (i + 1) * cfg.batch_size]
-        batch = data.Batch.from_rows([row for j in picked for row in pairs[j]]).to(cfg.device)
-        metrics, done = {}, 0
-        for part in batch.split(cfg.micro_tokens, unit=2):  # a pair stays together
-            loss, stats = losses(part, ref[picked][done: done + len(part) // 2])
-            scaler.scale(loss / len(picked)).backward()
-            done += len(part) // 2
-            metrics = {k: metrics.get(k, 0.0) + v / len(picked) for k, v in stats.items()}
+        picked = list(order[i * cfg.batch_size: (i + 1) * cfg.batch_size])
+        metrics, tokens = over([pairs[j] for j in picked], ref[picked], learn=True)
         metrics["lr"] = lr_at(step, total, cfg)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
-        metrics["tokens_per_s"] = run.speed(len(batch.input_ids))
+        metrics["tokens_per_s"] = run.speed(tokens)
 
         # --- evaluation on held-out pairs and prompts, and a resume point ---
         last = step + 1 == total
         if last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0):
-            batch = data.Batch.from_rows([row for pair in held_out for row in pair]).to(cfg.device)
-            done = 0
-            for part in batch.split(cfg.micro_tokens, unit=2):
-                with torch.no_grad():
-                    _, stats = losses(part, held_out_ref[done: done + len(part) // 2])
-                done += len(part) // 2
-                for name in ("loss", "accuracy", "margin"):
-                    metrics[f"eval_{name}"] = (metrics.get(f"eval_{name}", 0.0)
-                                               + stats[name] / len(held_out))
+            found, _ = over(held_out, held_out_ref, learn=False)
+            metrics |= {f"eval_{name}": value for name, value in found.items()}
             found, completions = evaluate.answer(sampler, prompts, sampling, cfg.data == "toy")
             metrics |= found
             run.samples(step + 1, evaluate.sample_rows(prompts, completions))

@@ -21,7 +21,6 @@ What to expect on the embedded world: EXPECTED
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from tqdm import tqdm
 
 from nanorlhf import data, evaluate, toy

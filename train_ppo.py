@@ -47,8 +47,8 @@ from nanorlhf.utils import (
 class Config(Common):
     model: str = flag("runs/sft", "start model")
     ref_model: str = flag("", "frozen reference; empty: the start model")
-    reward_model: str = flag("runs/rm", "reward model of train_rm.py; the critic starts from it too")
-    reward: str = flag("", "reward function instead of the model's score: toy, math, file.py:function")
+    reward_model: str = flag("runs/rm", "reward model; the critic starts from it too")
+    reward: str = flag("", "reward function instead of the model: toy, math, file.py:name")
     out: str = flag("runs/ppo", "run folder that is written")
     lr: float = flag(3e-4, "peak learning rate of the policy; 1e-6 for a real model")
     critic_lr: float = flag(5e-4, "peak learning rate of the critic; 1e-5 for a real model")

@@ -176,8 +176,8 @@ def save_model(model, tokenizer, folder):
     """
     if hasattr(model, "lm_head"):
         model.generation_config = GenerationConfig(
-            do_sample=True, temperature=1.0, top_k=0, eos_token_id=sorted(eos_ids(model, tokenizer)),
-            bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id,
+            do_sample=True, temperature=1.0, top_k=0, bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=sorted(eos_ids(model, tokenizer)), pad_token_id=tokenizer.pad_token_id,
         )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

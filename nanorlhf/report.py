@@ -117,7 +117,8 @@ def compare(args):
         completions = sampler.generate([ids for ids, _ in prompts], params)
         scores = model_scores(scorer, lay_out(completions), 16384)
         for k, gold in evaluate.best_of(prompts, completions, scores, args.n, True).items():
-            best.append((math.log(k) - (k - 1) / k, gold, k))  # KL of best-of-k, Stiennon 2020 app. G
+            # KL of best-of-k from the base: Stiennon et al. 2020, appendix G.3
+            best.append((math.log(k) - (k - 1) / k, gold, k))
     return table, best, accuracy
 
 
@@ -125,8 +126,8 @@ def distance_picture(args, table, best, path):
     """Gold score against KL from the base model: what each method pays for what it gets."""
     figure, axis = plt.subplots(figsize=(6, 4.2))
     if best:
-        axis.plot([kl for kl, _, _ in best], [gold for _, gold, _ in best], "s--", color="grey",
-                  label="best-of-n")
+        axis.plot([kl for kl, _, _ in best], [gold for _, gold, _ in best], "s--",
+                  color="grey", label="best-of-n")
         for kl, gold, k in best:
             axis.annotate(str(k), (kl, gold), fontsize=7, textcoords="offset points", xytext=(3, -9))
     for number, folder in enumerate(args.runs):

@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 HELD_OUT_SHARE = 10  # percent of all questions
-ANNOTATOR_SCALE = 3.0  # Bradley-Terry: P(a preferred to b) = sigmoid(scale * (utility_a - utility_b))
+ANNOTATOR_SCALE = 3.0  # Bradley-Terry: P(a over b) = sigmoid(scale * (gold_a - gold_b))
 
 
 def tokenizer():

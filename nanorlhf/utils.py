@@ -1,4 +1,4 @@
-"""What every script needs: flags, seeds, schedule, optimiser step, run folder, checkpoints, metrics.
+"""What every script needs: flags, seeds, schedule, optimiser step, run folder, checkpoints.
 
 A run folder holds the finished model as a plain HF folder, `args.json` (every flag, versions, git
 revision, whether the run is finished), `metrics.jsonl` (one object a step), `samples.jsonl`,
@@ -213,6 +213,7 @@ class Run:
         elif self.config.report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
             self.tracker = SummaryWriter(self.folder)
+        self.clock = time.perf_counter()
 
     def _write_args(self, finished):
         import transformers
