@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import dpo_loss, sft_loss
-from nanorlhf.model import autocast, load_policy, save_model, token_logprobs
+from nanorlhf.model import DTYPES, autocast, load_policy, save_model, token_logprobs
 from nanorlhf.rollout import score_tokens
 from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import (
@@ -61,12 +61,12 @@ def train(cfg):
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
-    sampler = Sampler(model, tokenizer)
+    sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
-        partial(toy.pairs, 256, sampler=sampler, noise=False))
+        partial(toy.pairs, cfg.eval_rows, sampler=sampler, noise=False))
     pairs, _ = data.encode_pairs(train_rows, tokenizer, cfg.max_len)
-    held_out, _ = data.encode_pairs(eval_rows, tokenizer, cfg.max_len)
+    held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, cfg.max_len)
     prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, cfg.max_len)
     sampling = SamplingParams(max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
     data.show_masks(list(pairs[0]), tokenizer, n=2)
@@ -114,7 +114,7 @@ def train(cfg):
             stats = {"loss": loss, "nll_loss": nll, "accuracy": (chosen > rejected).sum(),
                      "rewards_chosen": chosen.sum(), "rewards_rejected": rejected.sum(),
                      "margin": (chosen - rejected).sum()}
-            means = add_stats(means, {k: float(v) / len(rows) for k, v in stats.items()})
+            means = add_stats(means, {k: v.item() / len(rows) for k, v in stats.items()})
         return means, len(batch.input_ids)
 
     # --- training ---
@@ -124,7 +124,7 @@ def train(cfg):
         order = data.epoch_order(len(pairs), cfg.seed, epoch)
         picked = list(order[i * cfg.batch_size: (i + 1) * cfg.batch_size])
         metrics, tokens = over([pairs[j] for j in picked], ref[picked], learn=True)
-        metrics["lr"] = lr_at(step, total, cfg)
+        metrics["lr"] = lr_at(step, total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
         metrics["tokens_per_s"] = run.speed(tokens)
 

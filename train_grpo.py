@@ -21,16 +21,19 @@ What to expect on the embedded world: EXPECTED
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from tqdm import tqdm
 
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import (
     group_advantages, importance_weights, kl_estimate, ppo_policy_loss, ppo_stats, token_weights,
 )
-from nanorlhf.model import autocast, frozen_copy, load_policy, save_model, token_logprobs
-from nanorlhf.rewards import load_reward
+from nanorlhf.model import (
+    DTYPES, autocast, frozen_copy, load_critic, load_policy, save_model, token_logprobs,
+)
+from nanorlhf.rewards import load_reward, readable
 from nanorlhf.rollout import (
-    judge, lay_out, refuse_truncated_sampling, rollout_metrics, score_tokens,
+    check_rl_flags, judge, lay_out, rollout_metrics, score_tokens, warn_if_hopeless,
 )
 from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import (
@@ -53,6 +56,7 @@ class Config(Common):
     inner_epochs: int = flag(1, "passes over the answers of one iteration")
     mini_batches: int = flag(1, "optimiser steps of one pass over the answers")
     reward: str = flag("", "toy, math, format, or file.py:function; empty: toy or math by --data")
+    reward_model: str = flag("", "a reward model of train_rm.py instead of a reward function")
     advantage: str = flag("grpo", "grpo, dr_grpo (no division by the spread) or rloo")
     loss_type: str = flag("dapo", "mean over tokens (dapo), answers (grpo), or constant (dr_grpo)")
     clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
@@ -73,7 +77,7 @@ class Config(Common):
 
 
 def train(cfg):
-    refuse_truncated_sampling(cfg)
+    check_rl_flags(cfg)
     if cfg.group_size < 2:
         raise UserError("--group_size 1: an advantage measured against the group needs at least 2 "
                         "answers to a prompt; use train_ppo.py for one")
@@ -84,13 +88,16 @@ def train(cfg):
 
     # --- data and reward ---
     embedded = cfg.data == "toy"
-    reward = load_reward(cfg.reward or ("toy" if embedded else "math"))
     model, tokenizer = load_policy(cfg.model, cfg.device)
+    if cfg.reward_model:
+        reward = load_critic(cfg.reward_model, tokenizer, cfg.device).requires_grad_(False)
+    else:
+        reward = load_reward(cfg.reward or ("toy" if embedded else "math"))
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.prompts, cfg.toy_rows), partial(toy.prompts, cfg.eval_prompts))
-    prompts = data.encode_prompts(train_rows, tokenizer, cfg.max_len - cfg.max_new_tokens)
-    held_out = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer,
-                                   cfg.max_len - cfg.max_new_tokens)
+    room = cfg.max_len - cfg.max_new_tokens  # for the prompt
+    prompts = data.encode_prompts(train_rows, tokenizer, room, readable(reward))
+    held_out = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, room)
     data.show_masks([(prompts[0][0], [0] * len(prompts[0][0]))], tokenizer)
 
     # --- models: the policy, its sampler over the same tensors, the frozen reference ---
@@ -101,7 +108,7 @@ def train(cfg):
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     model.train()
-    sampler = Sampler(model, tokenizer)
+    sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     optimizer, scaler = adamw(model, cfg.lr, cfg.weight_decay), fp16_scaler(cfg)
     steps_per_epoch = -(-len(prompts) // cfg.batch_size)
     total = cfg.max_steps or cfg.epochs * steps_per_epoch
@@ -124,16 +131,18 @@ def train(cfg):
 
         # 2. Score them and measure each answer against its group.
         rollout = lay_out(completions, cfg.device)
-        rollout.scores = judge(completions, asked, reward).to(cfg.device)  # (B,)
-        advantages = group_advantages(rollout.scores, cfg.group_size, cfg.advantage)  # (B,)
-        rollout.advantages = advantages[rollout.row]  # (N,)
-        with autocast(cfg.device, cfg.dtype):
+        with torch.no_grad(), autocast(cfg.device, cfg.dtype):
+            rollout.scores = judge(rollout, completions, asked, reward, cfg.micro_tokens)  # (B,)
             rollout.old_logp, entropy = score_tokens(model, rollout, cfg.temperature,
                                                      cfg.micro_tokens)
             if reference is not None:
                 rollout.ref_logp, _ = score_tokens(reference, rollout, cfg.temperature,
                                                    cfg.micro_tokens)
+        advantages = group_advantages(rollout.scores, cfg.group_size, cfg.advantage)  # (B,)
+        rollout.advantages = advantages[rollout.row]  # (N,)
         metrics = rollout_metrics(rollout, entropy)
+        if step == start:
+            warn_if_hopeless(completions, cfg.max_new_tokens, reward)
         groups = rollout.scores.view(-1, cfg.group_size)
         metrics["zero_spread_groups"] = float((advantages.view_as(groups) == 0).all(1).float()
                                               .mean())
@@ -143,7 +152,7 @@ def train(cfg):
         rollout.loss_mask = rollout.loss_mask * judged[rollout.row]  # abstained: not trained on
 
         # 3. Improve the policy on them: clipped surrogate, every token or answer weighs the same.
-        lr, updates = lr_at(step, total, cfg), 0
+        lr, updates = lr_at(step, total, cfg.lr, cfg.warmup_ratio), 0
         for inner in range(cfg.inner_epochs):
             shuffled = data.epoch_order(len(rollout), derive_seed(cfg.seed, step), inner)
             size = -(-len(rollout) // cfg.mini_batches)

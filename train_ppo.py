@@ -30,11 +30,12 @@ from nanorlhf.losses import (
     ppo_stats, token_weights, value_loss, whiten,
 )
 from nanorlhf.model import (
-    autocast, frozen_copy, load_critic, load_policy, save_model, token_logprobs, token_values,
+    DTYPES, autocast, frozen_copy, load_critic, load_policy, save_model, token_logprobs,
+    token_values,
 )
-from nanorlhf.rewards import load_reward
+from nanorlhf.rewards import load_reward, readable
 from nanorlhf.rollout import (
-    judge, lay_out, model_scores, refuse_truncated_sampling, rollout_metrics, score_tokens,
+    check_rl_flags, judge, lay_out, rollout_metrics, score_tokens, warn_if_hopeless,
 )
 from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import (
@@ -83,31 +84,31 @@ class Config(Common):
 
 
 def train(cfg):
-    refuse_truncated_sampling(cfg)
+    check_rl_flags(cfg)
     run = Run(cfg)
     seed_everything(cfg.seed)
 
-    # --- data ---
+    # --- data and reward ---
     embedded = cfg.data == "toy"
     model, tokenizer = load_policy(cfg.model, cfg.device)
+    reward = load_reward(cfg.reward) if cfg.reward else None
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.prompts, cfg.toy_rows), partial(toy.prompts, cfg.eval_prompts))
-    prompts = data.encode_prompts(train_rows, tokenizer, cfg.max_len - cfg.max_new_tokens)
-    held_out = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer,
-                                   cfg.max_len - cfg.max_new_tokens)
+    room = cfg.max_len - cfg.max_new_tokens  # for the prompt
+    prompts = data.encode_prompts(train_rows, tokenizer, room, readable(reward))
+    held_out = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, room)
     data.show_masks([(prompts[0][0], [0] * len(prompts[0][0]))], tokenizer)
 
     # --- the four models, and the sampler over the policy's own tensors ---
     reference = (load_policy(cfg.ref_model, cfg.device)[0].requires_grad_(False)
                  if cfg.ref_model else frozen_copy(model))
     critic = load_critic(cfg.reward_model, tokenizer, cfg.device)
-    reward = load_reward(cfg.reward) if cfg.reward else None
-    scorer = frozen_copy(critic) if reward is None else None
+    reward = reward or frozen_copy(critic)
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable()
         critic.gradient_checkpointing_enable()
     model.train(), critic.train()
-    sampler = Sampler(model, tokenizer)
+    sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     optimizer = adamw(model, cfg.lr, cfg.weight_decay)
     critic_optimizer = adamw(critic, cfg.critic_lr, cfg.weight_decay)
     scaler, critic_scaler = fp16_scaler(cfg), fp16_scaler(cfg)
@@ -136,10 +137,7 @@ def train(cfg):
         completions = sampler.generate([ids for ids, _ in asked], sampling)
         rollout = lay_out(completions, cfg.device)
         with torch.no_grad(), autocast(cfg.device, cfg.dtype):
-            if reward is None:
-                rollout.scores = model_scores(scorer, rollout, cfg.micro_tokens)  # (B,)
-            else:
-                rollout.scores = judge(completions, asked, reward).to(cfg.device)
+            rollout.scores = judge(rollout, completions, asked, reward, cfg.micro_tokens)  # (B,)
             rollout.old_logp, entropy = score_tokens(model, rollout, cfg.temperature,
                                                      cfg.micro_tokens)
             rollout.ref_logp, _ = score_tokens(reference, rollout, cfg.temperature,
@@ -147,6 +145,8 @@ def train(cfg):
             rollout.values = torch.cat([token_values(critic, part)
                                         for part in rollout.split(cfg.micro_tokens)])
         metrics = rollout_metrics(rollout, entropy)
+        if step == start:
+            warn_if_hopeless(completions, cfg.max_new_tokens, reward)
         for name, values in evaluate.right_answers(asked, completions, embedded).items():
             metrics[name] = evaluate.mean([v for v in values if v is not None])
         judged = ~rollout.scores.isnan()
@@ -168,8 +168,8 @@ def train(cfg):
                                                                  mask))
 
         # 3. Improve policy and critic on them, each with its own optimiser.
-        lr = lr_at(step, total, cfg)
-        critic_lr = lr * cfg.critic_lr / cfg.lr
+        lr = lr_at(step, total, cfg.lr, cfg.warmup_ratio)
+        critic_lr = lr_at(step, total, cfg.critic_lr, cfg.warmup_ratio)
         train_policy, updates = step >= cfg.critic_warmup, 0
         for inner in range(cfg.inner_epochs):
             shuffled = data.epoch_order(len(rollout), derive_seed(cfg.seed, step), inner)

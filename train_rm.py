@@ -51,9 +51,9 @@ def train(cfg):
         sampler = Sampler(*load_policy(cfg.model, cfg.device))
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
-        partial(toy.pairs, 400, sampler=sampler, noise=False))
+        partial(toy.pairs, cfg.eval_rows, sampler=sampler, noise=False))
     pairs, margins = data.encode_pairs(train_rows, tokenizer, cfg.max_len)
-    held_out, _ = data.encode_pairs(eval_rows, tokenizer, cfg.max_len)
+    held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, cfg.max_len)
     data.show_masks(list(pairs[0]), tokenizer, n=2)
 
     # --- model and optimiser ---
@@ -89,7 +89,7 @@ def train(cfg):
             metrics["reward_chosen"] += chosen.sum().item() / len(picked)
             metrics["reward_rejected"] += rejected.sum().item() / len(picked)
         metrics["margin"] = metrics["reward_chosen"] - metrics["reward_rejected"]
-        metrics["lr"] = lr_at(step, total, cfg)
+        metrics["lr"] = lr_at(step, total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
         metrics["tokens_per_s"] = run.speed(len(batch.input_ids))
 

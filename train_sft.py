@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import sft_loss, token_weights
-from nanorlhf.model import autocast, load_policy, save_model, token_logprobs
+from nanorlhf.model import DTYPES, autocast, load_policy, save_model, token_logprobs
 from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import (
     Common, Run, adamw, flag, fp16_scaler, lr_at, main, optimizer_step, seed_everything,
@@ -47,9 +47,9 @@ def train(cfg):
     # --- data: rows become token ids and masks, once ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
     train_rows, eval_rows = data.train_and_eval_rows(
-        cfg, partial(toy.demonstrations, cfg.toy_rows), partial(toy.demonstrations, 256))
+        cfg, partial(toy.demonstrations, cfg.toy_rows), partial(toy.demonstrations, cfg.eval_rows))
     rows = data.encode_sft(train_rows, tokenizer, cfg.max_len)
-    held_out = data.encode_sft(eval_rows, tokenizer, cfg.max_len)
+    held_out = data.encode_sft(eval_rows[: cfg.eval_rows], tokenizer, cfg.max_len)
     prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, cfg.max_len)
     data.show_masks(rows[:1], tokenizer)
 
@@ -57,7 +57,7 @@ def train(cfg):
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     model.train()
-    sampler = Sampler(model, tokenizer)
+    sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     sampling = SamplingParams(max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
     optimizer, scaler = adamw(model, cfg.lr, cfg.weight_decay), fp16_scaler(cfg)
     steps_per_epoch = -(-len(rows) // cfg.batch_size)
@@ -82,7 +82,7 @@ def train(cfg):
                 part_loss = sft_loss(logp, part.loss_mask)
             scaler.scale(part_loss).backward()
             loss += part_loss.item()
-        lr = lr_at(step, total, cfg)
+        lr = lr_at(step, total, cfg.lr, cfg.warmup_ratio)
         norm = optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
         metrics = {"loss": loss, "lr": lr, "grad_norm": norm,
                    "tokens_per_s": run.speed(len(batch.input_ids))}

@@ -72,7 +72,8 @@ def spread(seeds, stage, name):
 
 def markdown(seeds):
     lines = [f"Seeds {', '.join(seeds)}; mean (lowest to highest), 256 held-out questions.", "",
-             "| model | gold score | worked share | response length | seconds |", "|---|---|---|---|---|"]
+             "| model | gold score | worked share | response length | seconds |",
+             "|---|---|---|---|---|"]
     for stage in STAGES:
         if stage != "rm":
             names = ("gold_score", "worked_share", "response_length", "seconds")

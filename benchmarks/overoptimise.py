@@ -2,7 +2,7 @@
 
     python benchmarks/overoptimise.py --sft runs/sft
 
-Trains a reward model on 96 pairs only and lets PPO climb it for 60 iterations with --kl_coef 0. The
+Trains a reward model on 96 pairs only and lets PPO climb it for 40 iterations with --kl_coef 0. The
 proxy (the reward model's score) keeps its height while the gold score, after a first gain, falls
 (Gao et al. 2023, "Scaling laws for reward model overoptimization"). Writes
 results/overoptimise.json and results/overoptimise.png. About three minutes on one CPU core.
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     run("train_rm.py", "--model", args.sft, "--toy_pairs", 96, "--epochs", 2,
         "--out", args.runs / "rm", "--overwrite")
     run("train_ppo.py", "--model", args.sft, "--reward_model", args.runs / "rm", "--kl_coef", 0,
-        "--missing_eos_penalty", 0, "--toy_rows", 7680, "--eval_every", 5,
+        "--missing_eos_penalty", 0, "--eval_every", 5,
         "--out", args.runs / "ppo", "--overwrite")
     names = ("step", "reward_mean", "kl_sequence", "worked_share", "response_length",
              "eval_gold_score")

@@ -1,58 +1,53 @@
 """From rows in any common shape to token ids and a loss mask, and the batch that carries them.
 
-A row enters through `encode`, once: what is trained, scored or given to the sampler are the very
-ids made here. Nothing is cached on disk, so a change of template, max_len or of this file takes
-effect at once. Encoded rows are lists in the *token* frame (loss_mask[i] = 1: token i is learned);
-`Batch.from_rows` shifts them, once, into the *action* frame (loss_mask[t] = 1: the prediction of
-token t+1 is trained). Unlike OpenRLHF, no EOS is written over a reply that is cut at max_len.
-
+A row enters through `encode`, once: what is trained, scored or sampled from are the very ids made
+here; nothing is cached on disk. Encoded rows are lists in the *token* frame (loss_mask[i] = 1:
+token i is learned); `Batch.from_rows` shifts them, once, into the *action* frame (loss_mask[t] = 1:
+the prediction of token t+1 is). Unlike OpenRLHF, no EOS is written over a reply cut at max_len.
 Letters: N tokens of a batch, laid end to end without padding; B sequences.
 """
 
 import csv
-import gzip
-import io
 import json
 import random
 import re
 import sys
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from jinja2 import TemplateError
+from torch.nn.functional import pad
 
 from nanorlhf.toy import parse_grade
 from nanorlhf.utils import UserError
 
 ORIGIN = "_origin"  # the key under which a row remembers its file:line
-ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
-ASKS = {"prompt": ("completion", "response"), "instruction": ("output",), "question": ("answer",)}
-CHATS = ("messages", "conversations")
-SOURCES = ("a .jsonl, .json, .csv or .parquet file, a folder saved by datasets, or a hub "
-           "name[:config[:split]]")
+# The columns that make a row one of a kind: the prompt's, or None where the others hold it, and the
+# others. The first shape that fits is taken; input, margin, scores, answer and label may be added.
 SHAPES = {
-    "SFT": "messages, conversations, prompt + completion or response, instruction [+ input] + "
-           "output, question + answer, text",
-    "preference": "[prompt +] chosen + rejected: text, message lists or Human/Assistant dialogues",
-    "prompt": "prompt, question, instruction [+ input], messages, conversations, chosen + rejected",
+    "SFT": ((None, "messages"), (None, "conversations"), ("prompt", "completion"),
+            ("prompt", "response"), ("instruction", "output"), ("question", "answer"),
+            (None, "text")),
+    "preference": (("prompt", "chosen", "rejected"), (None, "chosen", "rejected")),
+    "prompt": (("prompt",), ("instruction",), ("question",), ("messages",), ("conversations",),
+               (None, "chosen", "rejected")),
 }
-JSON_CHAT = re.compile(r'\s*\[\s*{\s*"(role|content|from|value)"')
-OPENED = re.compile(r"<(\w+)>\s*$")  # a tag that the generation prompt leaves open, say <think>
-REWRITTEN = ("the chat template rewrites turn {}, so history is not what was sampled; give one row "
-             "per reply, or a template that keeps history")
+SHAREGPT = {"from": "role", "value": "content"}
+ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
 # Without a chat template, strings are joined as they stand and chats written like HH-RLHF's.
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
-DIALOGUE = (
-    "{% for m in messages %}{{ {'user': '\n\nHuman: ', 'assistant': '\n\nAssistant: '}"
-    ".get(m.role, '\n\n') + m.content + (eos_token if m.role == 'assistant' else '') }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '\n\nAssistant:' }}{% endif %}"
-)
+DIALOGUE = ("{% for m in messages %}{{ '\n\n' + {'user': 'Human: ', 'assistant': 'Assistant: '}"
+            ".get(m.role, '') + m.content + (eos_token if m.role == 'assistant' else '') }}"
+            "{% endfor %}{{ '\n\nAssistant:' if add_generation_prompt else '' }}")
+
+
+class Dropped(Exception):
+    """Why a row cannot be used."""
 
 
 @dataclass
@@ -64,37 +59,26 @@ class Batch:
     position_ids: torch.Tensor  # (N,) long, from 0 in each sequence
     cu_seqlens: torch.Tensor  # (B + 1,) long: where each sequence begins, then N
     loss_mask: torch.Tensor  # (N,) float32, action frame: 0 at the last token of each sequence
-
     PER_SEQUENCE: ClassVar[tuple[str, ...]] = ()
+    lengths = property(lambda self: self.cu_seqlens.diff())  # (B,)
+    last = property(lambda self: self.cu_seqlens[1:] - 1)  # (B,) where each sequence ends
+    row = property(lambda self: torch.repeat_interleave(self.lengths))  # (N,) sequence of a token
 
     @classmethod
     def from_rows(cls, rows, **more):
         """Lay rows [(ids, loss_mask)] (token frame) end to end; `more`: fields of a subclass."""
-        lengths = torch.tensor([len(ids) for ids, _ in rows])
-        if not len(rows) or lengths.min() == 0:
+        if not rows or not all(len(ids) for ids, _ in rows):
             raise ValueError("a batch needs at least one row, and each row at least one token")
-        ids = torch.tensor([i for ids, _ in rows for i in ids])
-        mask = torch.tensor([m for _, mask in rows for m in mask], dtype=torch.float32).roll(-1)
-        ends = lengths.cumsum(0)
-        mask[ends - 1] = 0.0  # nothing is predicted from a last token
-        positions = torch.arange(len(ids)) - (ends - lengths).repeat_interleave(lengths)
-        return cls(ids, positions, torch.cat([ends.new_zeros(1), ends]), mask, **more)
+        lengths = torch.tensor([len(ids) for ids, _ in rows])
+        cu_seqlens = pad(lengths.cumsum(0), (1, 0))
+        ids, mask = (torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*rows))
+        mask = mask.float().roll(-1)
+        mask[cu_seqlens[1:] - 1] = 0.0  # nothing is predicted from a last token
+        positions = torch.arange(len(ids)) - cu_seqlens[:-1].repeat_interleave(lengths)
+        return cls(ids, positions, cu_seqlens, mask, **more)
 
     def __len__(self):
         return len(self.cu_seqlens) - 1
-
-    @property
-    def lengths(self):
-        return self.cu_seqlens.diff()  # (B,)
-
-    @property
-    def last(self):
-        return self.cu_seqlens[1:] - 1  # (B,) index of each sequence's last token
-
-    @property
-    def row(self):
-        """(N,) the number of the sequence that each token belongs to."""
-        return torch.arange(len(self), device=self.lengths.device).repeat_interleave(self.lengths)
 
     def _map(self, change):
         """The batch made of change(name, tensor) for every field that is not None."""
@@ -105,443 +89,305 @@ class Batch:
         return self._map(lambda _, value: value.to(device))
 
     def select(self, indices):
-        """These sequences (numbers in any order, or a boolean mask (B,)) as a new batch."""
-        rows = torch.as_tensor(indices, device=self.cu_seqlens.device)
-        rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows.long()
+        """These sequences (numbers, in any order) as a new batch."""
+        rows = torch.as_tensor(indices, dtype=torch.long, device=self.cu_seqlens.device)
         lengths = self.lengths[rows]
-        ends = lengths.cumsum(0)
-        shift = (self.cu_seqlens[:-1][rows] - ends + lengths).repeat_interleave(lengths)
+        cu_seqlens = pad(lengths.cumsum(0), (1, 0))
+        shift = (self.cu_seqlens[rows] - cu_seqlens[:-1]).repeat_interleave(lengths)
         tokens = torch.arange(len(shift), device=shift.device) + shift
         batch = self._map(lambda name, value: value if name == "cu_seqlens" else
                           value[rows if name in self.PER_SEQUENCE else tokens])
-        batch.cu_seqlens = torch.cat([ends.new_zeros(1), ends])
+        batch.cu_seqlens = cu_seqlens
         return batch
 
     def split(self, micro_tokens, unit=1):
         """Batches of whole sequences, in order, of at most micro_tokens tokens each; `unit`
         neighbours stay together (2 for pairs), and one longer unit stands alone."""
-        if len(self) % unit:
-            raise ValueError(f"{len(self)} sequences do not divide into units of {unit}")
-        groups, used = [], 0
+        groups, used = [[]], 0
         for number, size in enumerate(self.lengths.view(-1, unit).sum(1).tolist()):
-            if not groups or used + size > micro_tokens:
-                groups.append([])
-                used = 0
+            if groups[-1] and used + size > micro_tokens:
+                groups, used = groups + [[]], 0
             groups[-1] += range(number * unit, (number + 1) * unit)
             used += size
         return [self.select(group) for group in groups]
 
 
-def load_rows(spec, split=None, columns=None):
-    """Rows (dicts) of a .jsonl, .json, .csv or .parquet file (.gz too), of a folder saved by
-    `datasets`, or of a hub data set `name[:config[:split]]`. `columns` renames: {ours: theirs}."""
+def load_rows(spec, split=None):
+    """Rows (dicts) of a local file, a folder saved by `datasets`, or hub name[:config[:split]]."""
+    rows, where = [], spec
     try:
-        numbered = list(_read(spec, split))
-    except UserError:
-        raise
-    except (OSError, EOFError, ValueError, csv.Error) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"cannot read {spec} ({reason}); give {SOURCES}") from error
-    if not numbered:
-        raise UserError(f"{spec} holds no rows; give a data set with at least one")
-    for number, row in numbered:
-        where = f"{spec}:{number}"
-        if not isinstance(row, dict) or None in row:  # None: the surplus cells of a CSV row
-            raise UserError(f"{where}: not one value for each column, but {row!r:.60}")
-        for ours, theirs in (columns or {}).items():
-            if theirs not in row:
-                raise UserError(f"{where}: no column {theirs!r}; found {', '.join(row)}")
-            row[ours] = row.pop(theirs)
-        row[ORIGIN] = where
-    return [row for _, row in numbered]
+        for number, row in _read(spec, split):
+            where = f"{spec}:{number}"
+            row = json.loads(row) if isinstance(row, bytes) else row
+            if not isinstance(row, dict) or None in row:  # None: the surplus cells of a CSV row
+                raise ValueError(f"not one value for each column, but {row!r:.60}")
+            rows.append(row | {ORIGIN: where})
+        if not rows:
+            raise ValueError("it holds no rows")
+    except (OSError, ValueError, KeyError, csv.Error) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot read {where} ({reason}); mend it or check the name") from error
+    return rows
 
 
 def _read(spec, split):
-    """Pairs (number, row): the line where a file has lines, else a count from 1."""
+    """Pairs (number, row or its JSON): the line where a file has lines, else a count from 1."""
     path = Path(spec).expanduser()
-    kind = path.name.removesuffix(".gz").rpartition(".")[2]
-    if not path.is_file():
-        if not path.is_dir() and (kind in ("jsonl", "json", "csv", "parquet") or spec[0] in "./~"):
-            raise UserError(f"no such file or folder: {spec}; check the path")
-        return enumerate(_dataset(spec, path, split), 1)
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-        raw = file.read().removeprefix(b"\xef\xbb\xbf")  # the mark that Windows editors leave
-    if kind == "parquet":
+    if path.suffix == ".parquet":
         from pyarrow.parquet import read_table
-
-        return enumerate(read_table(io.BytesIO(raw)).to_pylist(), 1)
-    if kind == "csv":
-        csv.field_size_limit(2**31 - 1)  # the default refuses cells over 128 kB
-        reader = csv.DictReader(io.StringIO(raw.decode(), newline=""))
-        return ((reader.line_num, row) for row in reader)
-    if kind == "json" and raw.lstrip()[:1] == b"[":
-        return enumerate(_json(raw, spec), 1)
-    if kind in ("json", "jsonl"):
-        lines = enumerate(raw.split(b"\n"), 1)
-        return ((number, _json(line, f"{spec}:{number}")) for number, line in lines if line.strip())
-    raise UserError(f"{spec}: unknown kind of file; give {SOURCES}")
-
-
-def _json(raw, where):
-    try:
-        return json.loads(raw)
-    except ValueError as error:  # of the JSON, or of its UTF-8
-        raise UserError(f"{where}: not valid JSON ({error}); mend or delete it") from error
-
-
-def _dataset(spec, path, split):
-    import datasets  # slow to import, and most runs read a file
-
-    if not path.is_dir():
+        return enumerate(read_table(path).to_pylist(), 1)
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            return [(reader.line_num, row) for row in reader]
+    if path.suffix in (".json", ".jsonl") or path.is_file():
+        raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # the mark that Windows editors leave
+        if raw.lstrip().startswith(b"["):
+            return enumerate(json.loads(raw), 1)
+        return [(n, line) for n, line in enumerate(raw.split(b"\n"), 1) if line.strip()]
+    import datasets  # slow, and most runs read a file
+    if path.is_dir():
+        data = datasets.load_from_disk(str(path))
+        if isinstance(data, dict):
+            data = data[split or ("train" if len(data) > 1 else next(iter(data)))]
+    else:
         name, config, part = (spec.split(":") + ["", ""])[:3]
-        return datasets.load_dataset(name, config or None, split=part or split or "train")
-    data = datasets.load_from_disk(str(path))
-    if isinstance(data, datasets.Dataset):
-        return data
-    split = split or ("train" if len(data) > 1 else next(iter(data)))
-    if split not in data:
-        raise UserError(f"{spec} has no split {split!r}, only {', '.join(data)}")
-    return data[split]
+        data = datasets.load_dataset(name, config or None, split=part or split or "train")
+    return enumerate(data, 1)
 
 
-@contextmanager
-def _naming(row):
-    """Errors raised inside begin with the row's file and line."""
-    where = f"{row.get(ORIGIN, 'a row')}: "
-    try:
-        yield {name: cell for name, cell in row.items() if cell is not None and name != ORIGIN}
-    except UserError as error:
-        raise UserError(where + str(error).removeprefix(where)) from error
-
-
-def _unknown(cells, kind):
-    return UserError(f"not a {kind} row: it has {', '.join(cells) or 'nothing'}; give "
-                     f"{SHAPES[kind]}, or rename the columns")
-
-
-def _text(value, name):
-    if not isinstance(value, (str, int, float)):
-        raise UserError(f"{name} must be text, not {type(value).__name__}")
-    return str(value)  # answer 5 and answer "5" are the same
-
-
-def _number(value):
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"margins and scores must be numbers, not {value!r:.40}") from error
-
-
-def _messages(turns):
-    """[{"role", "content"}] from OpenAI or ShareGPT turns, or from their JSON text."""
-    if isinstance(turns, str):
-        turns = _json(turns, "messages")
-    if not isinstance(turns, list) or not turns or not all(isinstance(t, dict) for t in turns):
-        raise UserError("messages must be a list of one or more {role, content}")
+def _turns(cell, role="user"):
+    """A cell as messages: OpenAI or ShareGPT turns, their JSON, an HH-RLHF dialogue or a text."""
+    if isinstance(cell, str) and re.match(r'\s*\[\s*{\s*"(role|content|from|value)"', cell):
+        cell = json.loads(cell)
+    elif isinstance(cell, str) and re.match(r"(?s)\s*Human:.*\n\nAssistant:", cell):
+        _, *parts = re.split(r"\n\n(Human|Assistant):", "\n\n" + cell.strip())
+        cell = [{"role": who, "content": "\n\n".join(text.strip() for _, text in said)}
+                for who, said in groupby(zip(parts[::2], parts[1::2]), lambda part: part[0])]
     messages = []
-    for number, turn in enumerate(turns, 1):
-        role = turn.get("role") or turn.get("from")
-        content = turn.get("content", turn.get("value"))
-        if not role or content is None:
-            raise UserError(f"turn {number} of the messages lacks its role or its content")
-        more = {k: v for k, v in turn.items() if v is not None and k not in ("from", "value")}
-        messages.append(more | {"role": ROLES.get(role, role),
-                                "content": _text(content, f"turn {number}")})
-    asked = [m["content"].strip() for m in messages if m["role"] != "assistant"]
-    if asked and not any(asked):
+    for turn in cell if isinstance(cell, list) else [{"role": role, "content": cell}]:
+        turn = turn if isinstance(turn, dict) else {}
+        turn = {SHAREGPT.get(name, name): v for name, v in turn.items() if v is not None}
+        if not turn.get("role") or not isinstance(turn.get("content"), (str, int, float)):
+            raise UserError(f"a turn needs a role, and a content that is text; found {turn!r:.60}")
+        messages.append(turn | {"role": ROLES.get(turn["role"], turn["role"]),
+                                "content": str(turn["content"])})  # 5 and "5" are the same
+    asked = [m["content"] for m in messages if m["role"] != "assistant"]
+    if not messages or asked and not "".join(asked).strip():
         raise UserError("the prompt is empty")
     return messages
 
 
-def _turns(cell, name, role="user"):
-    """A cell as messages: a list, its JSON, a Human/Assistant dialogue, or the text of one turn."""
-    if isinstance(cell, list) or isinstance(cell, str) and JSON_CHAT.match(cell):
-        return _messages(cell)
-    text = _text(cell, name)
-    if not re.match(r"\s*Human:.*\n\nAssistant:", text, re.DOTALL):
-        return _messages([{"role": role, "content": text}])
-    _, *parts = re.split(r"\n\n(Human|Assistant):", "\n\n" + text.strip())
-    said = groupby(zip(parts[::2], parts[1::2]), key=lambda part: part[0])  # some speak twice
-    return _messages([{"role": who, "content": "\n\n".join(text.strip() for _, text in turns)}
-                      for who, turns in said])
-
-
-def _ask(cells, name):
-    """The turns of a prompt column, up to the last one that is not the assistant's."""
-    cell = cells[name]
-    if name == "instruction" and cells.get("input"):
-        cell = _text(cell, name) + "\n\n" + _text(cells["input"], "input")
-    turns = _turns(cell, name)
-    while turns and turns[-1]["role"] == "assistant":
-        turns = turns[:-1]
-    if not turns:
-        raise UserError("there is no prompt before the reply")
-    return turns
-
-
-def _sft(row):
-    """(messages or text, number of the first turn to learn)."""
-    with _naming(row) as cells:
-        for name in CHATS:
-            if name in cells:
-                return _messages(cells[name]), 0
-        for ask, replies in ASKS.items():
-            for reply in replies:
-                if ask in cells and reply in cells:
-                    prompt = _ask(cells, ask)
-                    return prompt + _turns(cells[reply], reply, "assistant"), len(prompt)
-        if "text" in cells:
-            return _text(cells["text"], "text"), 0
-        raise _unknown(cells, "SFT")
+def _conversations(row, kind):
+    """(prompt, sides, cells): the turns of the prompt column, a whole conversation for each other
+    column of the shape, and the cells that are not None. A `text` row gives ("", [text], cells)."""
+    cells = {name: cell for name, cell in row.items() if cell is not None and name != ORIGIN}
+    for ask, *others in SHAPES[kind]:
+        if cells.keys() >= {ask, *others} - {None}:
+            break
+    else:
+        known = "; ".join(" + ".join(filter(None, shape)) for shape in SHAPES[kind])
+        raise UserError(f"not a {kind} row: it has {', '.join(cells) or 'nothing'}; give {known}")
+    if others == ["text"]:
+        return "", [str(cells["text"])], cells
+    more = cells.get("input") if ask == "instruction" else None
+    prompt = _turns(f"{cells[ask]}\n\n{more}" if more else cells[ask]) if ask else []
+    while prompt and prompt[-1]["role"] == "assistant":
+        prompt.pop()
+    sides = [_turns(cells[name], "assistant") for name in others]
+    # A side that opens with the assistant is a reply, any other one repeats the prompt.
+    sides = [prompt + side if side[0]["role"] == "assistant" else side for side in sides]
+    if any(not turns or turns[0]["role"] == "assistant" for turns in sides or [prompt]):
+        raise UserError("there is no prompt before the reply; add a prompt column")
+    return prompt, sides, cells
 
 
 def to_messages(row):
     """An SFT row as messages [{"role", "content"}], or as a string if it is a `text` row."""
-    return _sft(row)[0]
+    return _conversations(row, "SFT")[1][0]
 
 
 def to_pair(row):
-    """(prompt, chosen, rejected, margin): three message lists, and a float or None. The prompt ends
-    where the two sides part; both go on with an assistant turn."""
-    with _naming(row) as cells:
-        if not {"chosen", "rejected"} <= cells.keys():
-            raise _unknown(cells, "preference")
-        prompt = _ask(cells, "prompt") if "prompt" in cells else []
-        sides = [_turns(cells[name], name, "assistant") for name in ("chosen", "rejected")]
-        # A side that opens with the assistant is a reply, any other one repeats the prompt.
-        a, b = [prompt + side if side[0]["role"] == "assistant" else side for side in sides]
-        shared = min(len(a), len(b)) - 1
-        while shared > 0 and not (a[:shared] == b[:shared] and
-                                  a[shared]["role"] == b[shared]["role"] == "assistant"):
-            shared -= 1
-        if shared < 1:
-            raise UserError("chosen and rejected share no prompt; add a prompt column")
-        margin = cells.get("margin", "")  # an empty cell in a CSV file
-        if margin == "" and {"chosen_score", "rejected_score"} <= cells.keys():
-            margin = _number(cells["chosen_score"]) - _number(cells["rejected_score"])
-        margin = None if margin == "" else _number(margin)
-        return a[:shared], a[shared:], b[shared:], margin
+    """(prompt, chosen, rejected, margin or None); the prompt ends where the two sides part."""
+    _, [a, b], cells = _conversations(row, "preference")
+    end = max((i for i in range(1, min(len(a), len(b))) if a[:i] == b[:i]
+               and a[i]["role"] == b[i]["role"] == "assistant"), default=0)
+    if not end:
+        raise UserError("chosen and rejected share no prompt; add a prompt column")
+    margin = cells.get("margin", "")  # a CSV file has empty cells
+    if margin == "" and {"chosen_score", "rejected_score"} <= cells.keys():
+        margin = float(cells["chosen_score"]) - float(cells["rejected_score"])
+    return a[:end], a[end:], b[end:], None if margin == "" else float(margin)
 
 
 def to_prompt(row):
-    """(messages, columns): the turns to be answered, and the other cells, for rewards; a `label`
-    is known as `answer` too."""
-    with _naming(row) as cells:
-        name = next((name for name in (*ASKS, *CHATS) if name in cells), None)
-        if name is None and not {"chosen", "rejected"} <= cells.keys():
-            raise _unknown(cells, "prompt")
-        messages = to_pair(row)[0] if name is None else _ask(cells, name)
-        columns = {k: v for k, v in row.items() if k not in (*ASKS, *CHATS, "input", ORIGIN)}
-        if "answer" not in cells and "label" in cells:
-            columns["answer"] = cells["label"]
-        if isinstance(columns.get("answer"), (int, float)):
-            columns["answer"] = str(columns["answer"])
-        return messages, columns
+    """(messages to be answered, columns for rewards); a `label` is known as `answer` too."""
+    prompt, _, cells = _conversations(row, "prompt")
+    used = {ORIGIN, "input"}.union(*SHAPES["prompt"])
+    columns = {name: cell for name, cell in row.items() if name not in used}
+    if "answer" in row or "label" in row:
+        answer = cells.get("answer", cells.get("label"))
+        columns["answer"] = str(answer) if isinstance(answer, (int, float)) else answer
+    return prompt or to_pair(row)[0], columns
 
 
-def _spans(messages, tokenizer, first_target, plain):
-    """[(text, learned)] of a conversation, up to its last reply, in the words of the template."""
-    template = tokenizer.chat_template or (PLAIN if plain else DIALOGUE)
-
-    def render(turns, opening=False):
-        return tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False,
-                                             add_generation_prompt=opening)
-
+def _spans(messages, first_target, render, eos):
+    """[(text, learned)] of a chat up to its last reply: the differences of rendered prefixes."""
     if first_target is None:
         if messages[-1]["role"] == "assistant":
             raise UserError("a prompt must not end in an assistant turn; drop that turn")
-        return [(render(messages, True), False)]
+        return [(render(messages, add_generation_prompt=True), False)]
     targets = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_target]
     if not targets or targets[0] == 0:
         raise UserError("there is no assistant turn to learn, or no turn before it")
-    full = render(messages[:targets[-1] + 1])
-    spans, done = [], ""
-    for i in targets:
-        content, prompt = messages[i]["content"], render(messages[:i], True)
-        end = full if i == targets[-1] else render(messages[:i + 1])
+    full, spans, text = render(messages[:targets[-1] + 1]), [], ""
+    for last, i in zip([0, *targets], targets):
+        prompt = render(messages[:i], add_generation_prompt=True)
+        end = render(messages[:i + 1])
         if not full.startswith(end):  # Phi-3 writes EOS after the last turn only
-            end = end.removesuffix(tokenizer.eos_token or "")
-        reply = end[len(prompt):]
-        opened = OPENED.search(prompt)
-        if not (full.startswith(prompt) and full.startswith(end)
-                and "".join(content.split()) in "".join(reply.split())):
-            # The last reply may still go on where the generation prompt ends, as a sample does.
-            header = prompt[:opened.start()] if opened else prompt
-            if end is not full or not full.startswith(header):
-                raise UserError(REWRITTEN.format(i + 1))
-            reply = _after(opened[1], content) if opened else content
-        if not prompt.startswith(done):
-            raise UserError(REWRITTEN.format(i + 1))
-        if reply[:max(reply.find(content), 0)].strip() and render(messages[:i]) == prompt:
-            raise UserError("the chat template writes a role header but no generation prompt; "
-                            "add the header under {% if add_generation_prompt %}")
-        if reply != content:  # white space that the template puts after its end of turn
-            reply = reply.rstrip()
-        spans += [(prompt[len(done):], False), (reply, True)]
-        done = prompt + reply
+            end = end.removesuffix(eos)
+        content, reply = messages[i]["content"], end[len(prompt):]
+        tag = re.search(r"<(\w+)>\s*$", prompt)  # that the generation prompt opens, say <think>
+        header = prompt[:tag.start()] if tag else prompt
+        if not prompt.startswith(text) or not end.startswith(header):
+            raise UserError(f"the chat template rewrites turn {(last or i) + 1}, so history is not "
+                            "what was sampled; give one row per reply, or another template")
+        if not end.startswith(prompt) or "".join(content.split()) not in "".join(reply.split()):
+            # Go on from the prompt, with one tag, which is closed where nothing was thought.
+            reply = content.lstrip().removeprefix(f"<{tag[1]}>").lstrip() if tag else content
+            if tag and f"</{tag[1]}>" not in content:
+                reply = f"\n</{tag[1]}>\n\n{content}"
+        elif reply != content:
+            reply = reply.rstrip()  # white space that the template puts after its end of turn
+            if not reply.lstrip().startswith(content.strip()) and prompt == render(messages[:i]):
+                raise UserError("the chat template writes a role header but no generation prompt; "
+                                "add the header under {% if add_generation_prompt %}")
+        spans += [(prompt[len(text):], False), (reply, True)]
+        text = prompt + reply
     return spans
 
 
-def _after(tag, content):
-    """The reply after a generation prompt that has opened <tag>: the tag is not opened twice, and a
-    reply without such a block closes it at once, as Qwen3's template does."""
-    if f"</{tag}>" not in content:
-        return f"\n</{tag}>\n\n{content}"
-    return content.lstrip().removeprefix(f"<{tag}>").lstrip()
-
-
-def encode(messages_or_text, tokenizer, *, prompt_only=False, first_target=0, plain=False,
-           stop_ids=()):
+def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=None, stop_ids=()):
     """(ids, loss_mask), two lists in the token frame; the one way from words to ids.
 
-    Messages go through the chat template. The mask marks the content of each assistant turn (from
-    turn `first_target` on) and the token that ends it, never a role header; spans are differences
-    of rendered prefixes, so no template needs generation markers. The last reply ends the ids, with
-    a stop token: what a template writes after it is never sampled. Text is learned whole and closed
-    by EOS. A BOS comes first if the template writes one or the tokenizer adds one, never two.
-    prompt_only: ids up to and with the generation prompt, mask 0.
-    plain: without a chat template, join the contents as they stand.
-    stop_ids: what ends a turn besides EOS, as in a generation config.
+    The mask marks each assistant turn, from turn `first_target` on, and what ends it, but no role
+    header. The last reply ends the ids, with EOS or one of stop_ids. Text is learned whole and
+    closed by EOS. A BOS comes first if the template or the tokenizer adds one, never two.
+    prompt_only: up to the generation prompt, mask 0. bare: the prompt, if it is a mere string.
     """
-    stops = [i for i in (tokenizer.eos_token_id, *stop_ids) if i is not None]
-    if not stops and not prompt_only:
+    if tokenizer.eos_token is None and not prompt_only:
         raise UserError("the tokenizer has no EOS, so no reply would end; set tokenizer.eos_token")
-    chat = not isinstance(messages_or_text, str)
-    if chat:
-        messages = _messages(messages_or_text)
-        try:
-            spans = _spans(messages, tokenizer, None if prompt_only else first_target, plain)
-        except TemplateError as error:
-            raise UserError(f"the chat template refuses this conversation: {error}") from error
-    else:
+    if isinstance(messages_or_text, str):
         spans = [(messages_or_text, not prompt_only)]
-
-    def tokenise(text):
-        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
+    else:
+        turns = _turns(messages_or_text)
+        template = tokenizer.chat_template or (PLAIN if turns[0]["content"] == bare else DIALOGUE)
+        render = partial(tokenizer.apply_chat_template, chat_template=template, tokenize=False)
+        spans = _spans(turns, None if prompt_only else first_target, render, tokenizer.eos_token)
+    tokenise = partial(tokenizer, add_special_tokens=False, verbose=False)
     ids, mask, text = [], [], ""
     for span, learned in spans:
         text += span
-        whole = tokenise(text)
+        new = tokenise(text)["input_ids"]
         # Where a merge crosses the border, tokenise apart: the prompt must not depend on the reply.
-        new = whole[len(ids):] if whole[:len(ids)] == ids else tokenise(span)
-        ends = [n for n, i in enumerate(new, 1) if i in stops] if learned and chat else []
-        count = (ends + [len(new)])[0] if learned else 0
-        ids = ids + new
-        mask += [1] * count + [0] * (len(new) - count)
+        new = new[len(ids):] if new[:len(ids)] == ids else tokenise(span)["input_ids"]
+        ids, mask = ids + new, mask + [int(learned)] * len(new)
     if not ids or not text.strip():
         raise UserError("the text is empty")
-    if not prompt_only:
-        length = len(ids) - len(new) + count
-        ids, mask = ids[:length], mask[:length]
-        if ids[-1] not in stops:
-            ids, mask = ids + stops[:1], mask + [1]
+    if not prompt_only and ids[-1] not in (tokenizer.eos_token_id, *stop_ids):
+        ids, mask = ids + [tokenizer.eos_token_id], mask + [1]
     bos = tokenizer.bos_token_id
     if bos is not None and ids[0] != bos and tokenizer("a")["input_ids"][0] == bos:
         ids, mask = [bos] + ids, [0] + mask
     return ids, mask
 
 
-def _coded(row, messages, tokenizer, max_len=None, **options):
-    """`encode`, cut on the right; errors name the row, and bare strings are known as such."""
-    chat = not isinstance(messages, str)
-    plain = chat and len(messages) <= 2 and messages[0]["content"] == row.get("prompt")
-    with _naming(row):
-        ids, mask = encode(messages, tokenizer, plain=plain, **options)
-    return ids[:max_len], mask[:max_len]
-
-
-def _kept(kept, dropped, total):
-    """`kept`, after one line on stderr for each reason why rows were dropped; never empty."""
-    lines = [f"dropped {count} of {total} rows: {reason}" for reason, count in dropped.items()]
+def _encode_rows(rows, encode_row):
+    """[encode_row(row)], never empty; Dropped rows are counted on stderr, errors name the row."""
+    kept, dropped = [], Counter()
+    for row in rows:
+        try:
+            kept.append(encode_row(row))
+        except Dropped as reason:
+            dropped[str(reason)] += 1
+        except (ValueError, TemplateError) as error:
+            raise UserError(f"{row.get(ORIGIN, 'a row')}: {error}") from error
+    lines = [f"dropped {count} of {len(rows)} rows: {why}" for why, count in dropped.items()]
     if not kept:
         raise UserError(f"no row is left ({'; '.join(lines)}); raise --max_len or mend the data")
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)
+    sys.stderr.writelines(line + "\n" for line in lines)
     return kept
+
+
+def _cut(row, messages, first_target, tokenizer, max_len, stop_ids):
+    ids, mask = encode(messages, tokenizer, first_target=first_target, bare=row.get("prompt"),
+                       stop_ids=stop_ids)
+    if not any(mask[1:max_len]):
+        raise Dropped(f"prompt fills --max_len {max_len}, no target tokens")
+    return ids[:max_len], mask[:max_len]
 
 
 def encode_sft(rows, tokenizer, max_len, stop_ids=()):
     """[(ids, loss_mask)], cut on the right at max_len. Rows without a target token are dropped."""
-    kept, dropped = [], Counter()
-    for row in rows:
-        messages, first = _sft(row)
-        coded = _coded(row, messages, tokenizer, max_len, first_target=first, stop_ids=stop_ids)
-        if any(coded[1][1:]):
-            kept.append(coded)
-        else:
-            dropped[f"prompt fills --max_len {max_len}, no target tokens"] += 1
-    return _kept(kept, dropped, len(rows))
+    def encode_row(row):
+        prompt, [messages], _ = _conversations(row, "SFT")
+        return _cut(row, messages, len(prompt), tokenizer, max_len, stop_ids)
+    return _encode_rows(rows, encode_row)
 
 
 def encode_pairs(rows, tokenizer, max_len, stop_ids=()):
     """([(chosen row, rejected row)], [margin]), rows cut like SFT rows, margins 0.0 where absent.
     Pairs with an empty or entirely cut reply, and pairs that do not differ, are dropped."""
-    kept, dropped = [], Counter()
-    for row in rows:
+    def encode_row(row):
         prompt, *replies, margin = to_pair(row)
-        pair = [_coded(row, prompt + reply, tokenizer, max_len, first_target=len(prompt),
-                       stop_ids=stop_ids) for reply in replies]
         if not all(reply[-1]["content"].strip() for reply in replies):
-            dropped["a reply is empty"] += 1
-        elif not all(any(mask[1:]) for _, mask in pair):
-            dropped[f"prompt fills --max_len {max_len}, no target tokens"] += 1
-        elif pair[0][0] == pair[1][0]:
-            dropped[f"chosen and rejected do not differ within --max_len {max_len}"] += 1
-        else:
-            kept.append((tuple(pair), margin or 0.0))
-    pairs, margins = zip(*_kept(kept, dropped, len(rows)))
+            raise Dropped("a reply is empty")
+        chosen, rejected = [_cut(row, prompt + reply, len(prompt), tokenizer, max_len, stop_ids)
+                            for reply in replies]
+        if chosen[0] == rejected[0]:
+            raise Dropped(f"chosen and rejected do not differ within --max_len {max_len}")
+        return (chosen, rejected), margin or 0.0
+    pairs, margins = zip(*_encode_rows(rows, encode_row))
     return list(pairs), list(margins)
 
 
 def encode_prompts(rows, tokenizer, max_len, usable=None):
-    """[(ids, columns)], with the same column names in every row. Dropped, never cut: prompts longer
-    than max_len, rows whose answer, label or tests are empty, and what usable(columns) denies."""
-    kept, dropped = [], Counter()
-    for row in rows:
+    """[(ids, columns)], the same columns in every row, "prompt" (text) among them. Dropped, never
+    cut: prompts over max_len, rows without answer and tests, and what usable(columns) denies."""
+    def encode_row(row):
         messages, columns = to_prompt(row)
-        ids, _ = _coded(row, messages, tokenizer, prompt_only=True)
-        gold = [columns[name] for name in ("answer", "label", "tests") if name in columns]
+        ids, _ = encode(messages, tokenizer, prompt_only=True, bare=row.get("prompt"))
         if len(ids) > max_len:
-            dropped[f"prompt longer than --max_len {max_len}"] += 1
-        elif gold and not any(str(g or "").strip() for g in gold) or usable and not usable(columns):
-            dropped["no answer to judge by"] += 1
-        else:
-            # What reward functions and samples.jsonl show: the question, or the whole conversation.
-            text = "\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)
-            kept.append((ids, columns | {"prompt": messages[0]["content"] if len(messages) == 1
-                                         else text}))
-    names = {name: None for _, columns in _kept(kept, dropped, len(rows)) for name in columns}
+            raise Dropped(f"prompt longer than --max_len {max_len}")
+        gold = [columns[name] for name in ("answer", "tests") if name in columns]
+        if gold and not any(str(g or "").strip() for g in gold) or usable and not usable(columns):
+            raise Dropped("no answer to judge by")
+        talk = "\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)
+        return ids, columns | {"prompt": talk if messages[1:] else messages[0]["content"]}
+    kept = _encode_rows(rows, encode_row)
+    names = {name: None for _, columns in kept for name in columns}
     return [(ids, names | columns) for ids, columns in kept]
 
 
 def show_masks(rows, tokenizer, n=1):
-    """Print the tokens of the first n encoded rows (or of one row); * marks the learned ones."""
+    """Print the tokens, at most 60, of the first n encoded rows (or of one); *: learned."""
     for ids, mask in [rows] if isinstance(rows, tuple) else rows[:n]:
-        print(f"{'token':>16}  {'id':>6}  mask")
-        for token, learned in zip(ids, mask):
-            print(f"{tokenizer.decode([token])!r:>16}  {token:>6}  {'*' if learned else '.'}")
+        lines = [f"{tokenizer.decode([token])!r:>16}  {token:>6}  {'*' if learned else '.'}"
+                 for token, learned in zip(ids, mask)]
+        if len(lines) > 60:
+            lines[30:-30] = [f"... {len(lines) - 60} tokens ..."]
+        print(f"{'token':>16}  {'id':>6}  mask", *lines, sep="\n")
 
 
 @lru_cache(maxsize=4)
 def epoch_order(n, seed, epoch):
     """A permutation of range(n) that depends on (seed, epoch) alone, so a resume needs no state."""
-    order = list(range(n))
-    random.Random(f"{seed} {epoch}").shuffle(order)
-    return order
-
-
-def batches_of(order, batch_size):
-    """Slices of batch_size; the last one may be shorter, and is never dropped."""
-    return [order[i:i + batch_size] for i in range(0, len(order), batch_size)]
+    return tuple(random.Random(f"{seed} {epoch}").sample(range(n), n))
 
 
 def train_and_eval_rows(config, toy_train, toy_eval):
-    """(training rows, held-out rows) as --data and --eval_data say.
-
-    `toy_train(seed=, split=, grade=)` and `toy_eval` make rows of the embedded world. Without --eval_data
-    every 20th row, at most 200, is held out.
-    """
+    """(training rows, held-out rows) as --data and --eval_data say. Without --eval_data a 20th of
+    the rows, at most 200, is held out; fewer than 20 rows serve as both."""
     if config.data == "toy":
         grade = parse_grade(config.toy_grade)
         return (toy_train(seed=config.seed, split="train", grade=grade),
@@ -550,7 +396,5 @@ def train_and_eval_rows(config, toy_train, toy_eval):
     if config.eval_data:
         return rows, load_rows(config.eval_data)
     held_out = epoch_order(len(rows), "held out", 0)[: min(200, len(rows) // 20)]
-    if not held_out:
-        return rows, rows  # too few to hold any out
     kept = sorted(set(range(len(rows))) - set(held_out))
-    return [rows[i] for i in kept], [rows[i] for i in held_out]
+    return [rows[i] for i in kept], [rows[i] for i in held_out] or rows

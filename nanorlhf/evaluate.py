@@ -21,7 +21,7 @@ from nanorlhf.model import load_policy, load_scorer, load_tokenizer, sequence_sc
 from nanorlhf.rewards import call_reward, math_reward
 from nanorlhf.rollout import lay_out, model_scores
 from nanorlhf.sampler import Sampler, SamplingParams
-from nanorlhf.utils import flag, main, seed_everything
+from nanorlhf.utils import flag, main, seed_everything, writable
 
 
 def pass_at_k(n, right, k):
@@ -46,6 +46,7 @@ def right_answers(prompts, completions, embedded):
 
 def answer(sampler, prompts, params, embedded=False):
     """(metrics, completions) of held-out prompts, a list of (ids, columns)."""
+    sampler.sync()
     completions = sampler.generate([ids for ids, _ in prompts], params)
     metrics = {
         "response_length": mean([len(c.token_ids) for c in completions]),
@@ -112,10 +113,11 @@ def rank(scorer, pairs, micro_tokens=16384, device="cpu"):
 
 
 def best_of(prompts, completions, scores, n, embedded):
-    """{k: right share when the answer with the highest score among the first k is given}."""
-    values = next(iter(right_answers(prompts, completions, embedded).values()))
+    """{k: right share when the answer with the highest score among the first k is given}; empty if
+    nothing tells which answers are right."""
+    values = next(iter(right_answers(prompts, completions, embedded).values()), [])
     table, k = {}, 1
-    while k <= n:
+    while values and k <= n:
         picks = [max(range(i, i + k), key=lambda j: float(scores[j]))
                  for i in range(0, len(values), n)]
         table[k] = mean([values[j] or 0.0 for j in picks])
@@ -143,6 +145,7 @@ class Config:
 
 
 def evaluate(cfg):
+    out = None if cfg.out == "-" else writable(cfg.out)
     seed_everything(cfg.seed)
     names = load_tokenizer(cfg.model)[1].architectures or [""]
     if "SequenceClassification" in names[0]:
@@ -152,9 +155,8 @@ def evaluate(cfg):
     width = max(map(len, metrics))
     for name, value in metrics.items():
         print(f"{name:<{width}}  {value:.4f}")
-    if cfg.out != "-":
-        with open(cfg.out, "w") as file:
-            json.dump({"model": cfg.model, "data": cfg.data} | metrics, file, indent=2)
+    if out:
+        out.write_text(json.dumps({"model": cfg.model, "data": cfg.data} | metrics, indent=2))
 
 
 def evaluate_policy(cfg):

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from nanorlhf import data
 from nanorlhf.model import load_policy
 from nanorlhf.sampler import Sampler, SamplingParams
-from nanorlhf.utils import UserError, flag, main, seed_everything
+from nanorlhf.utils import UserError, flag, main, seed_everything, writable
 
 
 @dataclass
@@ -42,6 +42,7 @@ def generate(cfg):
     given = [bool(cfg.prompt), bool(cfg.prompts), cfg.interactive]
     if sum(given) != 1:
         raise UserError("give one of --prompt, --prompts and --interactive")
+    out = None if cfg.out == "-" else writable(cfg.out)
     seed_everything(cfg.seed)
     params = SamplingParams(
         n=cfg.n, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
@@ -58,8 +59,8 @@ def generate(cfg):
     answers = [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
                 "finish": c.finish_reason, "tokens": len(c.token_ids),
                 "logprob": round(sum(c.logprobs), 4)} for c in completions]
-    if cfg.out != "-":
-        Path(cfg.out).write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    if out:
+        out.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
         return
     for answer in answers:
         if len(answers) > 1:

@@ -1,18 +1,40 @@
 """Fused lm head: log-prob of each target token and entropy, without ever storing the logits.
 
 The logits of N tokens over V words are the largest tensor of RLHF by far (4096 x 49152 in fp32:
-805 MB, several times over once autograd has kept its copies). Here they only ever exist as tiles
-of CHUNK tokens x TILE words. The forward pass folds the tiles into running sums by the online
-softmax (Milakov & Gimelshein 2018, algorithm 3); only logp, entropy and log-sum-exp outlive it.
-The backward pass makes every tile again and turns it, in place, into the gradient of its logits.
+805 MB, several times over once autograd has kept its copies). Here they only ever exist as one
+tile of some tokens x some words: a matrix product writes it into a reused buffer, a row function
+folds it into running sums by the online softmax (Milakov & Gimelshein 2018, algorithm 3). Only
+logp, entropy and log-sum-exp outlive the forward pass; the backward pass makes every tile again,
+and a second row function turns it, in place, into the gradient of its logits:
 
-Letters: N tokens, H hidden size, V vocabulary; n <= CHUNK and v <= TILE are the sizes of a tile.
+    logp    = z_y - lse,  lse = log sum_j e^(z_j),  p = softmax(z)    for logits z and target y
+    entropy = -sum_j p_j log p_j = lse - sum_j p_j z_j
+    d lse / dz_i = p_i,  d p_j / dz_i = p_j ([i = j] - p_i),  so  d logp / dz_i = [i = y] - p_i,
+    d entropy / dz_i = p_i - p_i - sum_j z_j p_j ([i = j] - p_i) = -p_i (log p_i + entropy),
+    dL/dz_i = g ([i = y] - p_i) - g' p_i (log p_i + entropy)    with g = dL/dlogp, g' = dL/dentropy
+
+and z = x w^T gives dL/dx = dL/dz w, dL/dw = dL/dz^T x. All it takes is p = e^(z - lse).
+
+The row functions exist twice: as Triton kernels for CUDA, and in torch for every other machine
+(and for CUDA with NANORLHF_TRITON=0). All else is one code.
+
+Letters: N tokens, H hidden size, V vocabulary; n tokens and v words make up a tile.
 """
+
+import os
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-CHUNK, TILE = 512, 4096  # an fp32 tile is 8 MB: stays near the caches, still a fast matrix product
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not made for this system: the torch form needs none
+    triton = None
+
+# n and v. CPU: 8 MB of fp32, which stays near the caches. CUDA: 128 MB of bf16, large products.
+TILES = {"cpu": (512, 4096), "cuda": (4096, 16384)}
 LOWEST = -1e30  # stands in for -inf where 0 * -inf has to be 0
 
 
@@ -24,32 +46,39 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=
 
     hidden (N, H), weight (V, H), targets (N,) integers in 0..V-1, bias (V,) or None
     -> logp (N,) <= 0 and entropy (N,), fp32 (fp64 for fp64 inputs), both once differentiable in
-    hidden, weight and bias. Matrix products run in the inputs' type or autocast's, all else in
+    hidden, weight and bias. The head runs in the inputs' type or autocast's, all after it in
     fp32. Words with logit -inf count as impossible. ValueError for arguments that do not fit.
     """
-    check(hidden, weight, targets, temperature, bias)
+    check(hidden, weight, bias, targets, temperature)
     dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    return FusedLogprobs.apply(hidden, weight, bias, targets, temperature, softcap, dtype)
+    return FusedLogprobs.apply(hidden, weight, bias, targets, dtype, temperature, softcap)
+
+
+def logits_logprobs(logits, targets, temperature=1.0):
+    """The same for logits (N, V) that lie in memory already; they are read, not overwritten."""
+    check(logits, None, None, targets, temperature)
+    return FusedLogprobs.apply(logits, None, None, targets, logits.dtype, temperature, None)
 
 
 def token_logprobs_reference(hidden, weight, targets, temperature=1.0, bias=None, softcap=None):
     """The plain form of `token_logprobs`: same arguments, same results, all logits in memory."""
-    check(hidden, weight, targets, temperature, bias)
+    check(hidden, weight, bias, targets, temperature)
     z = F.linear(hidden, weight, bias)  # (N, V)
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
     if softcap is not None:
         z = torch.tanh(z / softcap) * softcap
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
     logp = torch.log_softmax(z / temperature, dim=-1)
     entropy = -(logp.exp() * logp.clamp(min=LOWEST)).sum(-1)
     return logp.gather(1, targets[:, None])[:, 0], entropy
 
 
-def check(hidden, weight, targets, temperature, bias):
-    N, V = len(hidden), len(weight)
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden {[*hidden.shape]}, weight {[*weight.shape]}: not [N, H], [V, H]")
+def check(hidden, weight, bias, targets, temperature):
+    shapes = [[*t.shape] for t in (hidden, weight) if t is not None]  # no weight: logits
+    if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
+        raise ValueError(f"hidden, weight {shapes}: not [N, H], [V, H] (logits: [N, V])")
+    N, V = len(hidden), shapes[0][1] if weight is None else len(weight)
     for name, tensor, size in (("targets", targets, N), ("bias", bias, V)):
         if tensor is not None and tensor.shape != (size,):
             raise ValueError(f"{name} must have shape [{size}], not {[*tensor.shape]}")
@@ -60,85 +89,176 @@ def check(hidden, weight, targets, temperature, bias):
                          f"0..{V - 1}; drop the positions that have no target before the head")
 
 
-def tiles(hidden, weight, bias, targets, temperature, softcap, dtype):
-    """For every tile: slices, x (n, H), w (v, H), fresh logits (n, v), where its targets lie."""
-    for first in range(0, len(weight), TILE):
-        words = slice(first, first + TILE)
-        w = weight[words].to(dtype)
-        for start in range(0, len(hidden), CHUNK):
-            rows = slice(start, start + CHUNK)
-            x = hidden[rows].to(dtype)
-            z = (x @ w.T).to(torch.promote_types(dtype, torch.float32))
+# --- the fused head -------------------------------------------------------------------------------
+
+
+def tiles(x, weight, bias, softcap):
+    """For every tile: words, rows, w (v, H), logits (n, v) in a buffer that the next one takes over.
+
+    Words outermost: a tile of the weight is read once. With no weight, x are the logits.
+    """
+    N, V = len(x), x.shape[1] if weight is None else len(weight)
+    n, v = TILES["cuda" if x.is_cuda else "cpu"]
+    buffer = x.new_empty((min(n, N), min(v, -(-V // 16) * 16)))  # 16: aligned rows for any V
+    for left in range(0, V, v):
+        words = slice(left, min(left + v, V))
+        w = None if weight is None else weight[words].to(x.dtype)
+        for first in range(0, N, n):
+            rows = slice(first, min(first + n, N))
+            z = buffer[:rows.stop - first, :words.stop - left]
+            z.copy_(x[rows, words]) if w is None else torch.mm(x[rows], w.T, out=z)
             if bias is not None:
                 z += bias[words]
             if softcap is not None:
                 z.div_(softcap).tanh_().mul_(softcap)
-            if temperature != 1:
-                z /= temperature
-            column = targets[rows, None] - first  # (n, 1)
-            inside = (column >= 0) & (column < len(w))
-            yield words, rows, x, w, z, column.clamp(0, len(w) - 1), inside
+            yield words, rows, w, z
 
 
 def add_product(total, a, b):
-    """total += a @ b, summed in the type of `total`."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
+    """total += a @ b, summed in fp32: rounding every tile's product to bf16 would bias the sum."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total += a @ b
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 class FusedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, *settings):
-        stats = torch.promote_types(settings[-1], torch.float32)
+    def forward(ctx, hidden, weight, bias, targets, dtype, temperature, softcap):
         # per token: maximum m of z so far, sum e^(z-m), sum e^(z-m) (z-m), logit of the target
-        top, total, moment, hit = hidden.new_zeros((4, len(hidden)), dtype=stats)
-        top.fill_(LOWEST)
-        for _, rows, _, _, z, column, inside in tiles(hidden, weight, bias, targets, *settings):
-            hit[rows] = torch.where(inside, z.gather(1, column), hit[rows, None])[:, 0]
-            peak = torch.maximum(top[rows], z.amax(1))
-            drop = top[rows] - peak  # the sums so far were taken about the old maximum
-            e = z.sub_(peak[:, None]).exp()
-            # nansum: an impossible word gives 0 * -inf; a real NaN still shows through `total`
-            moment[rows] = drop.exp() * (moment[rows] + drop * total[rows]) + (z * e).nansum(1)
-            total[rows] = drop.exp() * total[rows] + e.sum(1)
-            top[rows] = peak
+        stats = hidden.new_zeros((4, len(hidden)), dtype=torch.promote_types(dtype, torch.float32))
+        stats[0] = LOWEST
+        fold, _ = row_functions(hidden, dtype)
+        for words, rows, _, z in tiles(hidden.to(dtype), weight, bias, softcap):
+            fold(z, targets[rows] - words.start, stats[:, rows], temperature)
+        top, total, moment, hit = stats
         lse, entropy = top + total.log(), total.log() - moment / total
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.settings = settings
+        ctx.dtype, ctx.temperature, ctx.softcap = dtype, temperature, softcap
         ctx.set_materialize_grads(False)  # an output that no loss uses costs nothing in backward
         return hit - top - total.log(), entropy  # hit <= top and total >= 1: never above 0
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, g_entropy):
-        """dz = (g (onehot - p) - g_entropy p (log p + entropy)) / temperature, tile by tile."""
-        *inputs, targets, lse, entropy = ctx.saved_tensors
-        temperature, softcap, dtype = ctx.settings
-        grads = [torch.zeros_like(t, dtype=lse.dtype) if needed else None
-                 for t, needed in zip(inputs, ctx.needs_input_grad)]
-        d_hidden, d_weight, d_bias = grads
-        g = (torch.zeros_like(lse) if g is None else g / temperature)[:, None]  # (N, 1)
-        if g_entropy is not None:
-            g_entropy = (g_entropy / temperature)[:, None]
-            constant = -g - g_entropy * entropy[:, None]
-        for words, rows, x, w, z, column, inside in tiles(*inputs, targets, *ctx.settings):
-            slope = None if softcap is None else 1 - (z * (temperature / softcap)).square_()
-            z -= lse[rows, None]  # now the log-probs
-            if g_entropy is None:
-                dz = z.exp_().mul_(-g[rows])
-            else:
-                p = z.exp()
-                dz = z.clamp_(min=LOWEST).mul_(-g_entropy[rows]).add_(constant[rows]).mul_(p)
-            dz.scatter_add_(1, column, g[rows] * inside)
-            if slope is not None:
-                dz *= slope
-            if d_bias is not None:
-                d_bias[words] += dz.sum(0)
-            dz = dz.to(dtype)
-            if d_hidden is not None:
-                add_product(d_hidden[rows], dz, w)
-            if d_weight is not None:
-                add_product(d_weight[words], dz.T, x)
-        return *(d if d is None else d.to(t.dtype) for d, t in zip(grads, inputs)), *[None] * 4
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        x, softcap = hidden.to(ctx.dtype), ctx.softcap
+        d_hidden = torch.zeros_like(hidden, dtype=hidden.dtype if weight is None else lse.dtype)
+        d_weight = torch.zeros_like(weight) if for_weight else None
+        d_bias = torch.zeros_like(bias) if for_bias else None
+        upstream = [torch.zeros_like(lse) if d is None else d / ctx.temperature
+                    for d in (g, g_entropy)]
+        stats = torch.stack([lse, entropy, *upstream])
+        _, to_gradient = row_functions(hidden, ctx.dtype)
+        for words, rows, w, z in tiles(x, weight, bias, softcap):
+            slope = None if softcap is None else 1 - (z / softcap).square_()
+            column = targets[rows] - words.start
+            to_gradient(z, column, stats[:, rows], ctx.temperature, g_entropy is not None)
+            if softcap is not None:
+                z *= slope
+            if weight is None:
+                d_hidden[rows, words] = z
+            elif for_hidden:
+                add_product(d_hidden[rows], z, w)
+            if for_bias:
+                d_bias[words] += z.sum(0, dtype=lse.dtype)
+            if for_weight:
+                if rows.start == 0:  # an fp32 sum for these words alone: d_weight may be bf16
+                    dw = torch.zeros_like(w, dtype=lse.dtype)
+                add_product(dw, z.T, x[rows])
+                if rows.stop == len(x):
+                    d_weight[words] = dw
+        return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
+
+
+# --- the row functions, in torch and as Triton kernels with one program a token -------------------
+# z is a tile of logits (n, v); column (n,) is the place of the target, counted from the tile's left.
+
+
+def row_functions(hidden, dtype):
+    """The one of the forward and the one of the backward pass, in the form that fits."""
+    kernels = triton is not None and hidden.is_cuda and dtype != torch.float64
+    if not kernels or os.environ.get("NANORLHF_TRITON") == "0":
+        return fold, to_gradient
+    return partial(launch, fold_kernel), partial(launch, gradient_kernel)
+
+
+def fold(z, column, stats, temperature):
+    """Bring stats (4, n), maximum and sums so far, up to date with the tile; spoils z."""
+    z = z.to(stats.dtype).div_(temperature)
+    top, total, moment, hit = stats  # views: written below
+    found = ((column >= 0) & (column < z.shape[1])).nonzero()[:, 0]
+    hit[found] = z[found, column[found]]
+    peak = torch.maximum(top, z.amax(1))
+    drop = top - peak  # the sums so far were taken about the old maximum
+    e = z.sub_(peak[:, None]).exp()
+    # nansum: an impossible word gives 0 * -inf; a real NaN still shows through `total`
+    moment.add_(drop * total).mul_(drop.exp()).add_(z.mul_(e).nansum(1))
+    total.mul_(drop.exp()).add_(e.sum(1))
+    top.copy_(peak)
+
+
+def to_gradient(tile, column, stats, temperature, with_entropy):
+    """Turn the tile into its gradient. stats (4, n): lse, entropy, g and g' over temperature."""
+    lse, entropy, g, g_entropy = stats[:, :, None]  # (n, 1) each
+    z = tile.to(stats.dtype).div_(temperature).sub_(lse)  # the log-probs
+    if with_entropy:
+        p = z.exp()
+        z.clamp_(min=LOWEST).mul_(-g_entropy).sub_(g + g_entropy * entropy).mul_(p)
+    else:
+        z.exp_().mul_(-g)
+    found = ((column >= 0) & (column < z.shape[1])).nonzero()[:, 0]
+    z[found, column[found]] += g[found, 0]
+    tile.copy_(z)
+
+
+if triton is not None:
+
+    @triton.jit
+    def fold_kernel(z_ptr, stride, width, column_ptr, stats_ptr, N, temperature,
+                    BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)  # row * stride may pass 2^31
+        z_ptr, stats_ptr = z_ptr + row * stride, stats_ptr + row
+        top, total = tl.load(stats_ptr), tl.load(stats_ptr + N)
+        moment = tl.load(stats_ptr + 2 * N)
+        for left in range(0, width, BLOCK):
+            at = left + tl.arange(0, BLOCK)
+            z = tl.load(z_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
+            z /= temperature
+            peak = tl.maximum(top, tl.max(z))
+            drop = top - peak
+            e = tl.exp(z - peak)
+            shifted = tl.where(e > 0, z - peak, 0.0)  # never 0 * -inf
+            moment = tl.exp(drop) * (moment + drop * total) + tl.sum(e * shifted)
+            total = tl.exp(drop) * total + tl.sum(e)
+            top = peak
+        tl.store(stats_ptr, top)
+        tl.store(stats_ptr + N, total)
+        tl.store(stats_ptr + 2 * N, moment)
+        column = tl.load(column_ptr + row)
+        if (column >= 0) & (column < width):
+            tl.store(stats_ptr + 3 * N, tl.load(z_ptr + column).to(tl.float32) / temperature)
+
+    @triton.jit
+    def gradient_kernel(z_ptr, stride, width, column_ptr, stats_ptr, N, temperature,
+                        with_entropy: tl.constexpr, BLOCK: tl.constexpr):
+        row = tl.program_id(0).to(tl.int64)
+        z_ptr, stats_ptr = z_ptr + row * stride, stats_ptr + row
+        lse, entropy = tl.load(stats_ptr), tl.load(stats_ptr + N)
+        g, g_entropy = tl.load(stats_ptr + 2 * N), tl.load(stats_ptr + 3 * N)
+        column = tl.load(column_ptr + row)
+        for left in range(0, width, BLOCK):
+            at = left + tl.arange(0, BLOCK)
+            z = tl.load(z_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
+            log_p = z / temperature - lse
+            p = tl.exp(log_p)
+            dz = tl.where(at == column, g, 0.0) - g * p
+            if with_entropy:
+                dz -= g_entropy * p * (tl.where(p > 0, log_p, 0.0) + entropy)
+            tl.store(z_ptr + at, dz, mask=at < width)
+
+    def launch(kernel, z, column, stats, temperature, *flags):
+        with torch.cuda.device_of(z):
+            kernel[(len(z),)](z, z.stride(0), z.shape[1], column, stats, stats.stride(0),
+                              float(temperature), *flags, BLOCK=4096, num_warps=8)

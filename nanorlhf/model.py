@@ -21,6 +21,7 @@ from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
     GenerationConfig,
 )
+from transformers.utils import logging as transformers_logging
 
 import nanorlhf.attention  # noqa: F401  registers the attention function
 from nanorlhf import logprob, toy
@@ -28,7 +29,9 @@ from nanorlhf.attention import packed_layout
 from nanorlhf.data import Batch
 from nanorlhf.utils import UserError
 
+transformers_logging.disable_progress_bar()  # the scripts show bars of their own
 PAD = "<|pad|>"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # --- loading and saving ---------------------------------------------------------------------------
@@ -99,13 +102,23 @@ def hint(path):
 
 def prepare(model, name):
     """Dropout off, our attention in, checked on a few tokens."""
+    if sum(weight.numel() for weight in model.parameters()) < 5_000_000:
+        torch.set_num_threads(1)  # for a tiny model a second CPU thread only spins
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        for key, value in list(vars(module).items()):  # OPT calls F.dropout with such a number
+            if "drop" in key and isinstance(value, float):
+                setattr(module, key, 0.0)
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
     try:
+        if kinds - {"full_attention", "sliding_attention"}:
+            raise ValueError(f"it has layers of kind {', '.join(sorted(kinds))}")
         model.set_attn_implementation("eager")
         theirs = probe(model.eval(), packed=False)
         model.set_attn_implementation("nanorlhf")
+        if model.config._attn_implementation != "nanorlhf":
+            raise ValueError("its class computes attention by itself")
         ours = probe(model, packed=True)
     except (ValueError, TypeError) as error:
         raise UserError(f"{name} ({type(model).__name__}) is not supported: {error}") from None
@@ -195,8 +208,7 @@ def autocast(device, dtype):
     """fp32 master weights, compute in `dtype` ("fp32", "bf16" or "fp16")."""
     if dtype == "fp32":
         return nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=getattr(torch, {
-        "bf16": "bfloat16", "fp16": "float16"}[dtype]))
+    return torch.autocast(torch.device(device).type, dtype=DTYPES[dtype])
 
 
 # --- forward passes -------------------------------------------------------------------------------

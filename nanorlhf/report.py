@@ -129,7 +129,7 @@ def distance_picture(args, table, best, path):
         axis.plot([kl for kl, _, _ in best], [gold for _, gold, _ in best], "s--",
                   color="grey", label="best-of-n")
         for kl, gold, k in best:
-            axis.annotate(str(k), (kl, gold), fontsize=7, textcoords="offset points", xytext=(3, -9))
+            axis.annotate(str(k), (kl, gold), (3, -9), textcoords="offset points", fontsize=7)
     for number, folder in enumerate(args.runs):
         if folder.name not in table:
             continue
@@ -164,6 +164,8 @@ def markdown(table, best, accuracy):
 
 
 def report(args):
+    if args.out.exists() and not args.out.is_dir():
+        raise UserError(f"--out {args.out} is a file; give a folder")
     for folder in args.runs:
         if not (folder / "metrics.jsonl").exists():
             raise UserError(f"{folder} is no run folder: it has no metrics.jsonl")
@@ -181,10 +183,15 @@ def report(args):
 
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+
+    def error(message):
+        raise UserError(f"{message}; see --help")
+
+    parser.error = error
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, default=Path("runs/report"), help="folder to write")
-    parser.add_argument("--base", default="", help="start model on the embedded world: also measure "
-                        "every policy's gold score and KL from it")
+    parser.add_argument("--base", default="", help="start model, on the embedded world: also "
+                        "measure every policy's gold score and its KL from this model")
     parser.add_argument("--reward_model", default="", help="also best-of-n under this reward model")
     parser.add_argument("--n", type=int, default=16, help="largest n of best-of-n")
     parser.add_argument("--limit", type=int, default=256, help="held-out questions")

@@ -119,6 +119,13 @@ def format_reward(prompts, completions, **_):
 BUILT_IN = {"math": math_reward, "format": format_reward, "toy": toy.gold_reward}
 
 
+def readable(reward):
+    """What rows a reward can judge, as a test of their columns: for the math reward those with a
+    gold answer that can be read. None: all."""
+    if reward is math_reward:
+        return lambda columns: read_gold(columns.get("answer")) is not None
+
+
 def load_reward(spec):
     """The reward that `spec` names: "math", "my_file.py:my_function" or "math+format*0.2".
 

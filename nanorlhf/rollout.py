@@ -6,14 +6,16 @@ answer that was cut off. Text is made for reward functions and people only.
 Letters: N tokens of the batch (action frame, see model.py), B responses.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from tqdm import tqdm
 
 from nanorlhf.data import Batch
 from nanorlhf.model import normalised, sequence_scores, token_logprobs
-from nanorlhf.rewards import call_reward
+from nanorlhf.rewards import call_reward, extract_answer, math_reward
 from nanorlhf.utils import UserError
 
 
@@ -48,11 +50,14 @@ def lay_out(completions, device="cpu"):
     return rollout.to(device)
 
 
-def judge(completions, prompts, reward):
-    """(B,) scores by a reward function over texts; NaN where it abstains.
+def judge(rollout, completions, prompts, reward, micro_tokens):
+    """(B,) scores of the answers; NaN where the reward abstains.
 
-    prompts: list of (ids, columns) as `data.encode_prompts` gives them.
+    reward: a reward model, which reads the sampled ids, or a function over texts, which also gets
+    the columns of prompts, a list of (ids, columns) as `data.encode_prompts` gives them.
     """
+    if isinstance(reward, torch.nn.Module):
+        return model_scores(reward, rollout, micro_tokens)
     columns = [prompts[c.prompt_index][1] for c in completions]
     names = sorted({name for row in columns for name in row} - {"prompt"})
     scores = call_reward(
@@ -60,7 +65,8 @@ def judge(completions, prompts, reward):
         finish_reasons=[c.finish_reason for c in completions],
         **{name: [row.get(name) for row in columns] for name in names},
     )
-    return torch.tensor([float("nan") if score is None else score for score in scores])
+    return torch.tensor([float("nan") if score is None else score for score in scores],
+                        device=rollout.input_ids.device)
 
 
 @torch.no_grad()
@@ -80,15 +86,32 @@ def score_tokens(model, batch, temperature, micro_tokens):
     return tuple(torch.cat(column) for column in zip(*parts))
 
 
-def refuse_truncated_sampling(config):
+def check_rl_flags(config):
     """RL trains the distribution that it samples from; top-k, top-p and the like would sample from
     another one, and the importance ratio would be wrong from the first step."""
     for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
         if getattr(config, name) != off:
             raise UserError(f"--{name} {getattr(config, name)}: RL samples from the policy's full "
                             f"distribution, or the ratio is biased from the start; leave it {off}")
-    if config.temperature <= 0:
-        raise UserError("--temperature 0: RL needs samples that differ; give a value above 0")
+    if not 0 < config.temperature < float("inf"):
+        raise UserError(f"--temperature {config.temperature}: RL needs samples that differ; give "
+                        "a value above 0")
+    if config.max_new_tokens >= config.max_len:
+        raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt "
+                        f"within --max_len {config.max_len}; raise --max_len")
+
+
+def warn_if_hopeless(completions, max_new_tokens, reward):
+    """One line when the answers of a run's first iteration show that nothing can be learned."""
+    cut = sum(c.finish_reason == "length" for c in completions) / len(completions)
+    if cut >= 0.95:
+        tqdm.write(f"warning: {cut:.0%} of the answers were cut off at --max_new_tokens "
+                   f"{max_new_tokens}; raise it, or check that the prompts end in the "
+                   "generation prompt of the model's chat template", file=sys.stderr)
+    if reward is math_reward and not any(extract_answer(c.text) for c in completions):
+        tqdm.write("warning: no answer holds a result that the math reward can read (#### x, "
+                   f"\\boxed{{x}} or <answer>x</answer>); the first was {completions[0].text!r}",
+                   file=sys.stderr)
 
 
 def rollout_metrics(rollout, entropy):

@@ -4,12 +4,11 @@
     for c in sampler.generate(["1+1=", "2+2="], SamplingParams(n=4, seed=0)):
         print(c.prompt_index, c.index, c.text, c.finish_reason)
 
-A call runs passes of the model until nobody waits or runs. A pass either *prefills* (brings waiting
-prompts into the cache, several packed together, a long one in chunks) or *decodes* (one token for
-every running sample). A prompt is prefilled once, then forked to its n samples, which share its
-blocks (cache.py). Samples join as soon as rows and blocks are free and leave when they finish. When
-blocks run out the last-come sample is pre-empted: its blocks are freed and it queues again, to be
-prefilled with its prompt and all it had generated.
+A step either *prefills* (admits waiting groups and brings their prompts into the cache) or
+*decodes* (one token for every running sample). A group is the n samples of one prompt, which is
+prefilled once and whose blocks they share (cache.py). When blocks run out, the sample that joined
+last is pre-empted: it gives its blocks back and waits again, as a group of one whose prompt is all
+it has so far.
 
 What is promised:
 
@@ -17,27 +16,24 @@ What is promised:
   also under top-k, top-p, min-p and repetition penalty: it is the number the trainer computes, and
   the sampling distribution only if none of these is set. Temperature 0 takes the argmax and gives
   the log-prob at temperature 1. Vocabulary rows beyond the tokenizer (padding of the matrix) are
-  not masked: sampler and trainer speak of one distribution. A trained model does not choose them.
-- A sample depends on (seed, prompt ids, sample index) alone: each has its own random stream. The
-  same prompt twice with the same seed gives the same samples; use n for different ones. Without
-  a seed, one is drawn for every prompt from torch's global generator.
+  not masked, for the trainer does not mask them either; a trained model does not choose them.
+- A sample depends on (seed, prompt ids, sample index) alone: each has its own random stream.
+  Without a seed, one is drawn for every prompt from torch's global generator.
 - Nothing is kept between calls: weights may change at will.
 
-Letters: S samples of a call, R of them in this pass, V vocabulary, L longest sample, W blocks of a
-table.
+Letters: R samples in this step, V vocabulary, N tokens in a pass, T longest history.
 """
 
 import hashlib
+import math
 import time
 from collections import deque
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
 from nanorlhf.attention import paged_layout
@@ -111,8 +107,7 @@ def truncate(logp, top_k=None, top_p=None, min_p=None):
 def inverse_cdf(weights, uniform):
     """The first token at which the running sum of weights (R, V) passes uniform (R,) * total.
 
-    Weights need not sum to 1. With 0 <= uniform <= 1 - 2**-23 that token exists and has a weight
-    above 0. fp64, or small probabilities would vanish in a sum over a large vocabulary.
+    fp64: small weights would vanish in a long sum. With uniform <= 1 - 2**-23 the token exists.
     """
     cdf = weights.cumsum(-1, dtype=torch.float64)
     token = torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True)[:, 0]
@@ -122,9 +117,8 @@ def inverse_cdf(weights, uniform):
 def choose(logits, uniform, temperature, repetition_penalty=None, history=None, **filters):
     """logits (R, V) -> tokens (R,) and their log-probs (R,).
 
-    uniform (R,) in [0, 1); temperature (R, 1); history (R, T) the tokens so far. repetition_penalty
-    and the filters are (R, 1), or None where no row uses them; a row does not notice what others
-    use, for a filter that is off leaves its numbers as they are, to the last bit.
+    uniform (R,) in [0, 1); history (R, T) the tokens so far; the others (R, 1), or None where no
+    row uses them. What others use does not touch a row: a filter that is off changes no bit.
     """
     logits, greedy = logits.float(), temperature == 0
     temperature = temperature.masked_fill(greedy, 1.0)
@@ -152,192 +146,103 @@ def uniforms(seed, prompt_ids, index, count):
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample on its way. Its numbers lie in row `row` of the call's tensors."""
+    """One sample on its way. All its ids but the last are in the cache while it runs."""
 
-    row: int
     prompt_index: int
     index: int
+    params: SamplingParams
+    ids: list[int]  # the prompt and what was generated
+    limit: int  # most ids that it may come to
+    stop: set[int] = frozenset()  # may hold None, which no token equals
+    uniforms: list[float] = ()  # one for each new token
+    logprobs: list[float] = field(default_factory=list)  # one for each new token so far
     blocks: list[int] = field(default_factory=list)  # its block table while it runs
 
 
-@dataclass(eq=False)
-class Prefill:
-    """Tokens that must be in the cache before `sequences` can go on from there: a prompt and its
-    n samples, or, after a pre-emption, one sample with its prompt and what it had generated."""
-
-    sequences: list[Sequence]
-    length: int  # how many tokens
-    done: int = 0  # how many of them the cache holds
-    blocks: list[int] = field(default_factory=list)
-    logits: torch.Tensor | None = None  # (V,) after the last token, once all are in
-
-
 class Scheduler:
-    """Decides who joins, who runs and who must give way. It knows lengths and blocks, no tokens.
+    """Decides who runs and who must give way. Any sample, alone in the pool, must fit in full."""
 
-    `length` (S,) counts the tokens of each sample. All but the last of a running sample are in the
-    cache; the last is written when the next is computed. Waiting prefills that hold blocks always
-    stand at the front of the queue. Any single sample must fit into the pool at full length.
-    """
-
-    def __init__(self, sequences, length, limit, blocks, max_seqs, max_prefill_tokens):
-        """length, limit (S,): tokens that each sequence has, and can have at most."""
-        self.length, self.blocks = length, blocks
-        self.max_seqs, self.max_prefill_tokens = max_seqs, max_prefill_tokens
-        groups = [list(group) for _, group in groupby(sequences, lambda s: s.prompt_index)]
-        self.waiting = deque(Prefill(group, int(length[group[0].row])) for group in groups)
-        self.running: list[Sequence] = []
-        self.rows = torch.empty(0, dtype=torch.long)  # of the running sequences
-        width = blocks.blocks_for(int(limit.max()))
-        self.table = torch.zeros(len(length), width, dtype=torch.long)  # (S, W)
+    def __init__(self, groups, blocks, max_seqs):
+        """groups: lists of sequences with equal ids."""
+        self.waiting, self.running = deque(groups), []
+        self.blocks, self.max_seqs = blocks, max_seqs
         self.preemptions = self.blocks_saved = 0
 
-    def plan_prefill(self):
-        """Chunks (prefill, start, end) of the next prefill pass; empty if nothing can come in."""
-        chunks, budget = [], self.max_prefill_tokens
-        free_rows = self.max_seqs - len(self.running)
-        for item in self.waiting:
-            if free_rows <= 0 or budget == 0:
-                break
-            if not item.blocks:
-                # Each sample takes a block of its own soon: do not come in to be thrown out again.
-                wanted = self.blocks.blocks_for(item.length) + min(free_rows, len(item.sequences))
-                if wanted > len(self.blocks.free) and self.blocks.used:
-                    break
-                item.blocks = self.blocks.allocate(item.length)
-            start, item.done = item.done, min(item.length, item.done + budget)
-            if start < item.done:
-                chunks.append((item, start, item.done))
-            budget -= item.done - start
-            free_rows -= len(item.sequences)
-        return chunks
+    def admit(self):
+        """Let waiting groups in, each sample with room for the token it writes next.
 
-    def join(self):
-        """Fork samples off the prefills that are done, while rows and blocks last.
-
-        Returns the new sequences, the logits (V,) each goes on from, and the block copies to make.
+        Returns the groups, whose first sample is to be prefilled, and the (source, target) block
+        copies to make then. A group waits until all of it fits, or a quarter of `max_seqs`, or
+        nobody runs. What does not fit stays at the head of the queue.
         """
-        joined, logits, copies = [], [], []
-        while self.waiting and self.waiting[0].logits is not None:
-            if len(self.running) == self.max_seqs:
+        admitted, copies = [], []
+        while self.waiting:
+            group, length = self.waiting[0], len(self.waiting[0][0].ids)
+            # The first sample takes the prompt's blocks and its next token's, each other one more.
+            fit = min(len(group), self.max_seqs - len(self.running),
+                      len(self.blocks.free) - self.blocks.blocks_for(length + 1) + 1)
+            if fit < (min(len(group), max(1, self.max_seqs // 4)) if self.running else 1):
                 break
-            item = self.waiting[0]
-            last = len(item.sequences) == 1  # inherits the prefill's blocks, needs no copy
-            if not self.blocks.free and not (last and item.length % self.blocks.block_size):
-                if self.running:
-                    break  # they will finish, or give way
-                # This prompt alone fills the pool: let the first sample have it, then the others.
-                self.waiting.insert(1, Prefill(item.sequences[1:], item.length))
-                del item.sequences[1:]
-                continue
-            sequence = item.sequences.pop(0)
-            sequence.blocks = self.blocks.fork(item.blocks)
-            if last:
-                self.blocks.release(item.blocks)
-                self.waiting.popleft()
-            else:
-                self.blocks_saved += item.length // self.blocks.block_size
-            if copy := self.blocks.reserve(sequence.blocks, item.length):
-                copies.append(copy)
-            self.table[sequence.row, :len(sequence.blocks)] = torch.tensor(sequence.blocks)
-            self.running.append(sequence)
-            joined.append(sequence)
-            logits.append(item.logits)
-        if joined:
-            self._update_rows()
-        return joined, logits, copies
+            self.waiting.popleft()
+            if fit < len(group):
+                self.waiting.appendleft(group[fit:])
+            first, *others = group = group[:fit]
+            first.blocks = self.blocks.allocate(length)
+            for sequence in others:
+                sequence.blocks = self.blocks.fork(first.blocks)
+            moves = [self.blocks.reserve(s.blocks, length) for s in (*others, first)]
+            copies += filter(None, moves)  # the first comes last: nobody is left to share with
+            self.blocks_saved += len(others) * (length // self.blocks.block_size)
+            self.running += group
+            admitted.append(group)
+        return admitted, copies
 
     def reserve(self):
-        """Give every running sample the slot of the token it writes next; pre-empt if need be."""
+        """Give every running sample room for the token it writes next; pre-empt if need be."""
         size = self.blocks.block_size
-        edges = ((self.length[self.rows] - 1) % size == 0).nonzero()[:, 0].tolist()
-        for sequence in [self.running[i] for i in edges]:
-            place = (int(self.length[sequence.row]) - 1) // size
-            if len(sequence.blocks) > place:
-                continue  # has had it since it joined
-            while sequence.blocks and not self.blocks.free:
-                if not self.drop_prefill():
-                    self.preempt(max(self.running, key=lambda s: s.row))
-            if sequence.blocks:  # not pre-empted itself
-                self.blocks.reserve(sequence.blocks, place * size)
-                self.table[sequence.row, place] = sequence.blocks[-1]
-
-    def drop_prefill(self):
-        """Free the blocks of the last waiting prefill that holds any; False if there is none."""
-        for item in reversed(self.waiting):
-            if item.blocks:
-                self.blocks.release(item.blocks)
-                item.done, item.logits = 0, None
-                return True
-        return False
-
-    def preempt(self, sequence):
-        """Back to the head of the queue: everybody in it came later."""
-        self.finish([sequence])
-        self.waiting.appendleft(Prefill([sequence], int(self.length[sequence.row])))
-        self.preemptions += 1
+        for sequence in list(self.running):
+            while sequence.blocks and len(sequence.blocks) * size < len(sequence.ids):
+                if self.blocks.free:
+                    self.blocks.reserve(sequence.blocks, len(sequence.ids) - 1)
+                else:
+                    self.waiting.appendleft([self.running[-1]])
+                    self.finish(self.running[-1:])
+                    self.preemptions += 1
 
     def finish(self, sequences):
         """Sequences leave and give their blocks back."""
-        if not sequences:
-            return
         for sequence in sequences:
             self.blocks.release(sequence.blocks)
         self.running = [s for s in self.running if s.blocks]
-        self._update_rows()
 
-    def _update_rows(self):
-        self.rows = torch.tensor([s.row for s in self.running], dtype=torch.long)
+
+def passes(sequences, budget):
+    """Cut all their ids into passes of at most `budget`: lists of (sequence, start, end)."""
+    result, free = [], 0
+    for sequence in sequences:
+        start = 0
+        while start < len(sequence.ids):
+            if free == 0:
+                result.append([])
+                free = budget
+            end = min(len(sequence.ids), start + free)
+            result[-1].append((sequence, start, end))
+            start, free = end, free - (end - start)
+    return result
 
 
 # ---- the sampler ---------------------------------------------------------------------------------
 
 
-class Call:
-    """The tensors of one `generate`, on the CPU, a row for each of its S samples."""
-
-    def __init__(self, requests, stop_ids):
-        """requests: (prompt index, prompt ids, params, most new tokens) of each prompt."""
-        rows = [(i, k, ids, p, room) for i, ids, p, room in requests for k in range(p.n)]
-        self.sequences = [Sequence(row, i, k) for row, (i, k, *_) in enumerate(rows)]
-        self.start = torch.tensor([len(ids) for _, _, ids, _, _ in rows])  # (S,) prompt length
-        room = torch.tensor([room for *_, room in rows])
-        self.limit = self.start + room
-        stops = [torch.tensor([*stop_ids, *p.stop_token_ids], dtype=torch.long)
-                 for *_, p, _ in rows]
-        self.stop = pad_sequence(stops, batch_first=True, padding_value=-1)
-        self.ids = torch.zeros(len(rows), int(self.limit.max()), dtype=torch.long)  # (S, L)
-        self.logprobs = torch.zeros(self.ids.shape)  # aligned with ids
-        self.uniforms = torch.zeros(len(rows), int(room.max()))
-        seeds = {i: int(torch.randint(2**62, ())) if p.seed is None else p.seed
-                 for i, _, p, _ in requests}
-        for row, (i, k, ids, _, room) in enumerate(rows):
-            self.ids[row, :len(ids)] = torch.tensor(ids)
-            self.uniforms[row, :room] = uniforms(seeds[i], ids, k, room)
-        self.options = {}  # keyword of `choose` -> (S, 1), for what some sample uses
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-            values = [getattr(p, name) for *_, p, _ in rows]
-            if name == "temperature" or set(values) != {getattr(SamplingParams, name)}:
-                self.options[name] = torch.tensor(values)[:, None]
-
-    def history(self, rows, length):
-        """Every token so far, (R, T); short rows are filled up with their own first token."""
-        ids = self.ids[rows, :int(length.max())]
-        return torch.where(torch.arange(ids.shape[1]) < length[:, None], ids, ids[:, :1])
-
-
 class Sampler:
     """Samples from `model`, a HF causal LM, with the weights it has at the time of the call.
-
-    Its training mode and attention implementation are switched during `generate` and put back.
 
     block_size: tokens per cache block. max_seqs: samples that run at once. num_blocks: size of the
         cache; by default what the call can need, within 2 GB (CPU) or half of what is free (GPU).
     max_prefill_tokens: prompt tokens in one pass.
     dtype: if it differs from the model's, a copy in this dtype is sampled from, and `sync()` must
-        be called after the weights changed. Otherwise the sampler runs the very model object.
-
-    After a call, `stats` holds its numbers.
+        be called after the weights changed. Otherwise the sampler runs the very model object, and
+        puts its training mode and attention back after a call. `stats` has the call's numbers.
     """
 
     def __init__(self, model, tokenizer, block_size=16, max_seqs=256, num_blocks=None,
@@ -368,29 +273,29 @@ class Sampler:
         prompts: a list of token id lists and strings. A string gets the special tokens that its
             tokenizer adds, except a second BOS where the text begins with one.
         params: one SamplingParams for all, or a list with one for each prompt.
-
-        A prompt that can never run (empty, longer than the model reads, or too large for the cache)
-        does not stop the others: its n completions have finish_reason "refused", no tokens, and the
-        reason as text. A prompt that fills the model to its last position gets no token and
-        "length".
+        A prompt that can never run (empty, longer than the model reads, too large for the cache)
+        does not stop the others: its completions are "refused", without tokens, the reason as text.
+        One that fills the model to its last position gets no token and "length".
         """
         began = time.perf_counter()
         requests = self._requests(prompts, params)
         num_blocks = self.num_blocks or self._default_blocks(requests)
-        done, accepted = [], []
+        eos = self.model.generation_config.eos_token_id
+        stop_ids = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+        done, groups = [], []
         for i, ids, p, room in requests:
             reason = self._refusal(len(ids), room, num_blocks)
             if reason or room == 0:
-                finish = "refused" if reason else "length"
-                done += [Completion(i, k, ids, [], [], reason, finish) for k in range(p.n)]
-            else:
-                accepted.append((i, ids, p, room))
-        self.stats = {"refused": sum(c.finish_reason == "refused" for c in done), "steps": 0,
-                      "preemptions": 0, "peak_blocks": 0, "prefix_blocks_saved": 0,
-                      "blocks_left": 0}
-        if accepted:
-            with evaluating(self.model):
-                done += self._run(Call(accepted, self._stop_ids()), num_blocks, progress)
+                done += [Completion(i, k, ids, [], [], reason, "refused" if reason else "length")
+                         for k in range(p.n)]
+                continue
+            seed = int(torch.randint(2**62, ())) if p.seed is None else p.seed
+            groups.append([
+                Sequence(i, k, p, list(ids), len(ids) + room, {*stop_ids, *p.stop_token_ids},
+                         uniforms(seed, ids, k, room).tolist()) for k in range(p.n)])
+        self.stats = {"refused": sum(c.finish_reason == "refused" for c in done), "steps": 0}
+        with evaluating(self.model):
+            done += self._run(groups, num_blocks, progress)
         tokens, seconds = sum(len(c.token_ids) for c in done), time.perf_counter() - began
         self.stats |= {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
         return sorted(done, key=lambda c: (c.prompt_index, c.index))
@@ -405,42 +310,33 @@ class Sampler:
             raise UserError(f"{len(prompts)} prompts but {len(params)} params; give one for each "
                             "prompt, or one for all")
         limit = getattr(self.config, "max_position_embeddings", None) or 2**31
-        requests = []
+        requests, bos = [], self.tokenizer.bos_token_id
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            ids = self._encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
-            requests.append((i, ids, p, min(p.max_new_tokens, limit - len(ids))))
+            ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+            if isinstance(prompt, str) and bos is not None and ids[:2] == [bos, bos]:
+                ids = ids[1:]
+            requests.append((i, list(map(int, ids)), p, min(p.max_new_tokens, limit - len(ids))))
         return requests
-
-    def _encode(self, text):
-        ids, bos = self.tokenizer(text)["input_ids"], self.tokenizer.bos_token_id
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
-
-    def _stop_ids(self):
-        ids = self.model.generation_config.eos_token_id
-        ids = ids if isinstance(ids, list) else [ids]
-        return [i for i in {self.tokenizer.eos_token_id, *ids} if i is not None]
 
     def _refusal(self, length, room, num_blocks):
         """Why a prompt of this length can never run; "" if it can."""
         if length == 0:
             return "the prompt is empty; give it at least one token"
         if room < 0:
-            return (f"the prompt has {length} tokens and the model reads {length + room}; "
-                    "shorten the prompt")
+            return f"the prompt has {length} tokens and the model reads {length + room}; shorten it"
         needed = -(-(length + room) // self.block_size)
-        if needed > num_blocks:
-            return (f"{length} prompt tokens and {room} new ones need {needed} cache blocks of "
-                    f"{self.block_size} tokens, there are {num_blocks}; raise num_blocks, lower "
-                    "max_new_tokens or shorten the prompt")
-        return ""
+        return "" if needed <= num_blocks else (
+            f"{length} prompt tokens and {room} new ones need {needed} cache blocks of "
+            f"{self.block_size} tokens, there are {num_blocks}; raise num_blocks, lower "
+            "max_new_tokens or shorten the prompt")
 
     def _default_blocks(self, requests):
         """The longest max_seqs samples side by side and one more in waiting, if memory allows."""
         config, device = self.config, self.model.device
         heads = config.num_attention_heads
-        numbers = 2 * config.num_hidden_layers * (  # of one token
-            (getattr(config, "num_key_value_heads", None) or heads)
-            * (getattr(config, "head_dim", None) or config.hidden_size // heads))
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        numbers = 2 * config.num_hidden_layers * kv_heads * head_dim  # of one token
         budget = CPU_CACHE_BYTES
         if device.type == "cuda":
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -450,98 +346,85 @@ class Sampler:
                   for _, ids, p, room in requests if room >= 0 for _ in range(p.n)]
         return max(1, min(affordable, sum(sorted(needed)[-self.max_seqs - 1:])))
 
-    def _run(self, call, num_blocks, progress):
-        """All passes of a call; its completions in the order in which they finish."""
+    def _run(self, groups, num_blocks, progress):
+        """All steps of a call; its completions in the order in which they finish."""
         blocks = BlockManager(num_blocks, self.block_size)
         cache = PagedKVCache(num_blocks, self.block_size, self.model.device)
-        scheduler = Scheduler(call.sequences, call.start.clone(), call.limit, blocks, self.max_seqs,
-                              self.max_prefill_tokens)
-        done, bar = [], tqdm(total=len(call.sequences), disable=not progress)
+        scheduler = Scheduler(groups, blocks, self.max_seqs)
+        done, bar = [], tqdm(total=sum(map(len, groups)), disable=not progress)
         while scheduler.waiting or scheduler.running:
-            chunks = scheduler.plan_prefill()
-            if chunks:
-                self._prefill(call, cache, chunks)
-            joined, logits, copies = scheduler.join()
-            if joined:
+            admitted, copies = scheduler.admit()
+            if admitted:
+                sequences = [s for group in admitted for s in group]
+                logits = self._prefill(cache, admitted)
                 cache.copy_blocks(copies)
-                finished = self._take(call, scheduler, joined, torch.stack(logits))
-            elif not chunks:
-                scheduler.reserve()
-                rows = scheduler.rows
-                ends = scheduler.length[rows]
-                logits = self._forward(cache, call.ids[rows, ends - 1], scheduler.table[rows],
-                                       ends - 1, ends)
-                finished = self._take(call, scheduler, scheduler.running, logits)
             else:
-                finished = []
-            self.stats["steps"] += bool(chunks or not joined)
-            done += finished
+                scheduler.reserve()
+                sequences = scheduler.running
+                logits = self._forward(cache, [(s, len(s.ids) - 1, len(s.ids)) for s in sequences])
+            finished = self._take(sequences, logits)
+            scheduler.finish(finished)
+            done += map(self._completion, finished)
             bar.update(len(finished))
         bar.close()
         self.stats |= {"preemptions": scheduler.preemptions, "peak_blocks": blocks.peak,
                        "prefix_blocks_saved": scheduler.blocks_saved, "blocks_left": blocks.used}
         return done
 
-    def _prefill(self, call, cache, chunks):
-        ids = [call.ids[item.sequences[0].row, start:end] for item, start, end in chunks]
-        tables = pad_sequence([torch.tensor(item.blocks) for item, *_ in chunks], batch_first=True)
-        starts, ends = torch.tensor([chunk[1:] for chunk in chunks]).unbind(1)
-        logits = self._forward(cache, torch.cat(ids), tables, starts, ends)
-        for (item, _, end), row in zip(chunks, logits, strict=True):
-            if end == item.length:
-                item.logits = row
+    def _prefill(self, cache, groups):
+        """Logits (R, V) after the prompt, for every sample of the groups."""
+        logits, rows = [], [row for row, group in enumerate(groups) for _ in group]
+        for chunks in passes([group[0] for group in groups], self.max_prefill_tokens):
+            logits.append(self._forward(cache, chunks)[[end == len(s.ids) for s, _, end in chunks]])
+        return torch.cat(logits)[rows]
 
-    def _forward(self, cache, ids, tables, starts, ends):
-        """ids (N,): tokens starts[i]..ends[i]-1 of sequence i. Logits (R, V) after each's last."""
-        counts, device = ends - starts, self.model.device
-        behind = counts.cumsum(0)
-        positions = torch.arange(len(ids)) - torch.repeat_interleave(behind - ends, counts)  # (N,)
-        return self.model(
-            input_ids=ids[None].to(device), position_ids=positions[None].to(device),
-            use_cache=False, logits_to_keep=(behind - 1).to(device),
-            layout=paged_layout(cache, tables, starts, ends),
-        ).logits[0]
+    def _forward(self, cache, chunks):
+        """One pass over chunks (sequence, start, end) of ids; the logits after each chunk's end."""
+        self.stats["steps"] += 1
+        ids = torch.tensor([i for s, start, end in chunks for i in s.ids[start:end]])  # (N,)
+        width = max(len(s.blocks) for s, _, _ in chunks)
+        tables = np.array([s.blocks + [0] * (width - len(s.blocks)) for s, _, _ in chunks])
+        starts, ends = np.array([chunk[1:] for chunk in chunks]).T
+        last = torch.from_numpy((ends - starts).cumsum() - 1).to(cache.device)
+        layout = paged_layout(cache, tables, starts, ends)
+        return self.model(input_ids=ids[None].to(cache.device), layout=layout, use_cache=False,
+                          position_ids=layout.positions[None], logits_to_keep=last).logits[0]
 
-    def _take(self, call, scheduler, sequences, logits):
-        """Choose the next token of `sequences` from logits (R, V); the completions it finishes."""
-        rows = scheduler.rows[-len(sequences):]  # those that joined last, or all
-        length, device = scheduler.length[rows], logits.device
-        options = {name: column[rows].to(device) for name, column in call.options.items()}
+    def _take(self, sequences, logits):
+        """Give every sequence its next token, chosen from logits (R, V); returns those it ends."""
+        options, device = {}, logits.device
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+            values = [getattr(s.params, name) for s in sequences]
+            if name == "temperature" or any(v != getattr(SamplingParams, name) for v in values):
+                options[name] = torch.tensor(values, device=device)[:, None]
         if "repetition_penalty" in options:
-            options["history"] = call.history(rows, length).to(device)
-        uniform = call.uniforms[rows, length - call.start[rows]].to(device)
-        token, logprob = (x.cpu() for x in choose(logits, uniform, **options))
-        if logprob.isnan().any():
+            width = max(len(s.ids) for s in sequences)  # filled up with each row's own first token
+            history = [s.ids + s.ids[:1] * (width - len(s.ids)) for s in sequences]
+            options["history"] = torch.tensor(history, device=device)
+        uniform = torch.tensor([s.uniforms[len(s.logprobs)] for s in sequences], device=device)
+        tokens, logprobs = (x.tolist() for x in choose(logits, uniform, **options))
+        if any(map(math.isnan, logprobs)):
             raise UserError(f"the model's logits are NaN; it is broken or overflows {logits.dtype}")
-        call.ids[rows, length], call.logprobs[rows, length] = token, logprob
-        scheduler.length[rows] = length + 1
-        stopped = (token[:, None] == call.stop[rows]).any(1)
-        ended = (stopped | (length + 1 == call.limit[rows])).nonzero()[:, 0].tolist()
-        finished = [sequences[i] for i in ended]
-        scheduler.finish(finished)
-        return [self._completion(call, sequence, int(length[i]) + 1, bool(stopped[i]))
-                for i, sequence in zip(ended, finished, strict=True)]
+        for s, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            s.ids.append(token)
+            s.logprobs.append(logprob)
+        return [s for s in sequences if s.ids[-1] in s.stop or len(s.ids) == s.limit]
 
-    def _completion(self, call, sequence, length, stopped):
-        row, start = sequence.row, int(call.start[sequence.row])
-        ids, logprobs = call.ids[row, :length].tolist(), call.logprobs[row, start:length].tolist()
-        text = self.tokenizer.decode(ids[start:], skip_special_tokens=True)
-        return Completion(sequence.prompt_index, sequence.index, ids[:start], ids[start:], logprobs,
-                          text, "stop" if stopped else "length")
+    def _completion(self, s):
+        start = len(s.ids) - len(s.logprobs)
+        text = self.tokenizer.decode(s.ids[start:], skip_special_tokens=True)
+        return Completion(s.prompt_index, s.index, s.ids[:start], s.ids[start:], s.logprobs, text,
+                          "stop" if s.ids[-1] in s.stop else "length")
 
 
 @contextmanager
 def evaluating(model):
     """The model in eval mode and on nanorlhf's attention; what it was before is put back."""
-    modes = [(m, m.training) for m in model.modules()]
-    implementation = model.config._attn_implementation
+    modes, before = [(m, m.training) for m in model.modules()], model.config._attn_implementation
     try:
-        model.eval()
-        if implementation != "nanorlhf":
-            model.set_attn_implementation("nanorlhf")
+        model.eval().set_attn_implementation("nanorlhf")
         yield
     finally:
         for module, training in modes:
             module.training = training
-        if implementation != "nanorlhf":
-            model.set_attn_implementation(implementation)
+        model.set_attn_implementation(before)

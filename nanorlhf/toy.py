@@ -134,7 +134,8 @@ def questions(n, seed=0, split="train", grade=Grade()):
         if held_out(text) == (split == "eval"):
             texts[text] = None
         if tries > 1000 * n:
-            raise ValueError(f"{grade} has no {n} different questions in the split {split}")
+            raise UserError(f"{grade} has no {n} different questions in the split {split}; ask for "
+                            "fewer rows or a harder --toy_grade")
     return list(texts)
 
 
@@ -227,5 +228,6 @@ def pairs(n, seed=0, split="train", grade=Grade(), sampler=None, samples=8, nois
                 rows.append({"prompt": text, "chosen": chosen, "rejected": rejected})
         round_ += 1
         if round_ == 20 and len(rows) < n:
-            raise ValueError("the model's answers are nearly all right or all wrong: no pairs")
+            raise UserError("the model's answers are nearly all right or all wrong: no pairs to "
+                            "be made; give another --model or --toy_grade")
     return rows[:n]

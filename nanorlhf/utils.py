@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,7 @@ class Common:
     data: str = flag("toy", "training rows: toy, a .jsonl/.json/.csv/.parquet file, a folder saved "
                      "by datasets, or a hub name[:config[:split]]")
     eval_data: str = flag("", "held-out rows, named as --data; empty: a share of --data")
+    eval_rows: int = flag(256, "held-out rows (pairs) that an evaluation measures")
     toy_grade: str = flag("4x2", "sums of the embedded world: digits x terms; 4x2- also subtracts")
     out: str = flag("", "run folder that is written")
     seed: int = flag(0, "seed of everything random: order of rows, sampling, fresh heads")
@@ -62,14 +64,20 @@ class Common:
     report_to: str = flag("none", "none, wandb or tensorboard, beside metrics.jsonl")
 
 
-LEAST = {  # smallest allowed value of a flag; those marked > must be above it
-    "lr": 0, "epochs": 1, "max_steps": 0, "batch_size": 1, "micro_tokens": 1, "max_len": 2,
-    "warmup_ratio": 0, "weight_decay": 0, "grad_clip": 0, "save_every": 0, "eval_every": 0,
-    "group_size": 1, "max_new_tokens": 1, "temperature": 0, "beta": 0, "kl_coef": 0,
-    "clip_eps_low": 0, "clip_eps_high": 0, "gamma": 0, "gae_lambda": 0, "inner_epochs": 1,
+AT_LEAST = {  # smallest allowed value: flags
+    0: "lr critic_lr max_steps weight_decay warmup_ratio grad_clip save_every eval_every beta "
+       "label_smoothing nll_coef centre_coef kl_coef kl_target clip_eps_low clip_eps_high "
+       "value_clip dual_clip reward_clip gamma gae_lambda tis_cap critic_warmup seed",
+    1: "epochs batch_size micro_tokens eval_prompts eval_rows toy_rows toy_pairs group_size "
+       "inner_epochs mini_batches n limit kl_horizon max_new_tokens",
+    2: "max_len",
 }
-CHOICES = {"dtype": ("fp32", "bf16", "fp16"), "report_to": ("none", "wandb", "tensorboard"),
-           "kl_estimator": ("k1", "k2", "k3")}
+AT_MOST = {0.5: "label_smoothing", 1: "warmup_ratio clip_eps_low gamma gae_lambda",
+           2**63 - 1: "seed"}
+CHOICES = {
+    "dtype": ("fp32", "bf16", "fp16"), "report_to": ("none", "wandb", "tensorboard"),
+    "kl_estimator": ("k1", "k2", "k3"), "advantage": ("grpo", "dr_grpo", "rloo"),
+}
 
 
 def parse(config_class, doc):
@@ -81,11 +89,17 @@ def parse(config_class, doc):
     def error(message):
         raise UserError(f"{message}; see --help")
 
-    parser.error = error
-    (config,) = parser.parse_args_into_dataclasses()
+    parser.error, parser.allow_abbrev = error, False
+    config, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        near = get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, 1)
+        error(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     for name, value in vars(config).items():
-        if name in LEAST and value is not None and not LEAST[name] <= value < math.inf:
-            raise UserError(f"--{name} {value} must be a number of at least {LEAST[name]}")
+        low = next((bound for bound, names in AT_LEAST.items() if name in names.split()), None)
+        high = next((bound for bound, names in AT_MOST.items() if name in names.split()), math.inf)
+        if low is not None and not (low <= value <= high and math.isfinite(value)):
+            raise UserError(f"--{name} {value} is out of range: give a number of at least {low}"
+                            + (f" and at most {high}" if high < math.inf else ""))
         if name in CHOICES and value not in CHOICES[name]:
             raise UserError(f"--{name} {value} must be one of {', '.join(CHOICES[name])}")
     if config.device == "auto":
@@ -135,13 +149,13 @@ def adamw(model, lr, weight_decay):
                              fused=weights[0].device.type == "cuda")
 
 
-def lr_at(step, total, config, floor=0.1):
-    """Learning rate of step 0, 1, ..., total-1: linear warm-up, then cosine down to floor * lr."""
-    warmup = math.ceil(config.warmup_ratio * total)
+def lr_at(step, total, peak, warmup_ratio, floor=0.1):
+    """Learning rate of step 0 ... total-1: linear warm-up, then cosine down to floor * peak."""
+    warmup = math.ceil(warmup_ratio * total)
     if step < warmup:
-        return config.lr * (step + 1) / warmup
+        return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, total - warmup)
-    return config.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def fp16_scaler(config):
@@ -176,8 +190,9 @@ class Run:
         self.tracker = None
         self.born = self.clock = time.perf_counter()
         known = [self.args_file, self.folder / "metrics.jsonl", self.folder / "config.json"]
-        if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"--out {self.folder} is a file; give a folder")
+        for path in (self.folder, *self.folder.parents):
+            if path.exists() and not path.is_dir():
+                raise UserError(f"--out {self.folder}: {path} is a file; give a folder")
         if any(file.exists() for file in known) and not config.overwrite:
             args = json.loads(self.args_file.read_text()) if self.args_file.exists() else {}
             if args.get("finished"):
@@ -298,7 +313,7 @@ class Run:
                         "start anew with --overwrite")
 
     def finish(self, save_model):
-        """Write the model with `save_model(folder)`, draw the curves, mark the run finished."""
+        """Write the model with `save_model(folder)`, mark the run finished, draw its curves."""
         from nanorlhf import report
 
         new = self.folder / "writing.tmp"
@@ -307,9 +322,17 @@ class Run:
         for file in new.iterdir():
             os.replace(file, self.folder / file.name)
         new.rmdir()
-        report.curves([self.folder], self.folder / "curves.png")
         self._write_args(finished=True)
+        report.curves([self.folder], self.folder / "curves.png")
         print(f"finished: {self.folder} ({time.perf_counter() - self.born:.0f} s)")
+
+
+def writable(path):
+    """The path of a file to write, refused before the work rather than after it."""
+    path = Path(path)
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"--out {path} is a folder, or lies in none; give a file to write")
+    return path
 
 
 def write_atomically(path, text):

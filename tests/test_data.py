@@ -1,7 +1,6 @@
 """Rows, chat templates, masks and batches, with tokenizers made here and small local files."""
 
 import csv
-import gzip
 import json
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from nanorlhf import data
 from nanorlhf.data import (
     Batch,
-    batches_of,
     encode,
     encode_pairs,
     encode_prompts,
@@ -149,9 +147,7 @@ def test_eos_is_added_unless_the_turn_ends_in_a_stop_token():
     ids, mask = encode(chat("q", "r"), tokenizer, stop_ids=[end])
     assert learned(tokenizer, (ids, mask)) == "r<|im_end|>" and ids[-1] == end
     phi = make_tokenizer(PHI)
-    stop = phi.convert_tokens_to_ids("<|end|>")
     assert learned(phi, encode(chat("q", "r"), phi)) == "r<|end|>\n</s>"
-    assert learned(phi, encode(chat("q", "r"), phi, stop_ids=[stop])) == "r<|end|>"
     with pytest.raises(UserError, match="EOS"):
         encode("text", make_tokenizer(eos=None))
 
@@ -282,7 +278,7 @@ def test_odd_templates_and_conversations_are_refused():
         encode(chat("a", "b"), headless)
     strict = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match="roles must alternate"):
-        encode(chat("a", "b"), strict)
+        encode_sft([{"messages": chat("a", "b")}], strict, 99)
     tokenizer = make_tokenizer(CHATML)
     for turns in ([], chat("a"), chat("a", "b")[1:], chat("", "b"), [{"role": "user"}], [3],
                   [{"content": "x"}], [{"role": "user", "content": {"a": 1}}]):
@@ -389,8 +385,6 @@ def save(folder, kind, rows):
     lines = "\n".join(map(json.dumps, rows))
     if kind == "jsonl":
         path.write_text(lines)
-    elif kind == "jsonl.gz":
-        path.write_bytes(gzip.compress(lines.encode()))
     elif kind == "json":
         path.write_text(json.dumps(rows, indent=1))
     elif kind == "csv":
@@ -411,7 +405,7 @@ def save(folder, kind, rows):
     return str(path)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet", "folder"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
 def test_every_shape_in_every_format(kind, tmp_path):
     for row in SFT_ROWS:
         assert to_messages(load_rows(save(tmp_path, kind, [row]))[0]) == QA
@@ -456,17 +450,17 @@ def test_finer_points_of_shapes():
 def test_unknown_and_bad_rows_are_named():  # DAT-8
     here = {data.ORIGIN: "my.jsonl:3"}
     for function, row in [
-        (to_messages, {"foo": 1, "bar": 2}), (to_pair, {"prompt": "q", "chosen": "a"}),
-        (to_prompt, {"foo": "x", "bar": None}), (to_messages, {"messages": []}),
-        (to_messages, {"messages": "[{"}), (to_messages, {"prompt": "", "completion": "x"}),
-        (to_messages, {"prompt": "q"}), (to_prompt, {"prompt": " "}), (to_messages, {}),
-        (to_pair, {"chosen": "a", "rejected": "b"}),
-        (to_messages, {"prompt": {"a": 1}, "response": ""}),
-        (to_prompt, {"messages": QA[1:]}), (to_pair, PAIR_ROWS[0] | {"margin": "much"}),
-        (to_pair, PAIR_ROWS[0] | {"chosen_score": [1], "rejected_score": 0}),
+        (encode_sft, {"foo": 1, "bar": 2}), (encode_pairs, {"prompt": "q", "chosen": "a"}),
+        (encode_prompts, {"foo": "x", "bar": None}), (encode_sft, {"messages": []}),
+        (encode_sft, {"messages": "[{"}), (encode_sft, {"prompt": "", "completion": "x"}),
+        (encode_sft, {"prompt": "q"}), (encode_prompts, {"prompt": " "}), (encode_sft, {}),
+        (encode_pairs, {"chosen": "a", "rejected": "b"}),
+        (encode_sft, {"prompt": {"a": 1}, "response": ""}),
+        (encode_prompts, {"messages": QA[1:]}),
+        (encode_pairs, PAIR_ROWS[0] | {"margin": "much"}),
     ]:
         with pytest.raises(UserError, match=r"^my.jsonl:3: ") as error:
-            function(row | here)
+            function([row | here], make_tokenizer(), 99)
         assert str(error.value).count("my.jsonl") == 1
     with pytest.raises(UserError, match="foo, bar.*messages.*question"):
         to_messages({"foo": 1, "bar": 2})
@@ -489,7 +483,7 @@ def test_jsonl_with_a_mark_blank_lines_and_a_broken_line(tmp_path):  # DAT-8
     assert to_messages(row) == chat("a\r\nb", "5") and row[data.ORIGIN].endswith("rows.csv:3")
     for bad in (b'{"question": ', b"\xff", b"[1]", b"3"):
         path.write_bytes(b'{"question": "a"}\n\n' + bad + b"\n")
-        with pytest.raises(UserError, match=r"rows.jsonl:3: "):
+        with pytest.raises(UserError, match=r"rows.jsonl:3 "):
             load_rows(str(path))
 
 
@@ -499,30 +493,26 @@ def test_files_that_cannot_be_read_say_how_to_mend_it(tmp_path, monkeypatch):
     (tmp_path / "rows.txt").write_text("x")
     (tmp_path / "broken.json").write_text('[{"a": 1},')
     (tmp_path / "broken.parquet").write_text("x")
-    (tmp_path / "broken.jsonl.gz").write_text("x")
-    for name, words in [("none.jsonl", "no such file"), ("empty.jsonl", "no rows"),
-                        ("wide.csv", "wide.csv:2"), ("rows.txt", "unknown kind"),
-                        ("broken.json", "not valid JSON"), ("broken.parquet", "cannot read"),
-                        ("broken.jsonl.gz", "cannot read"), ("", "cannot read")]:
+    for name, words in [("none.jsonl", "No such file"), ("empty.jsonl", "no rows"),
+                        ("wide.csv", "wide.csv:2"), ("rows.txt", "cannot read .*rows.txt:1 "),
+                        ("broken.json", "cannot read"), ("broken.parquet", "cannot read"),
+                        ("", "cannot read")]:
         with pytest.raises(UserError, match=words) as error:
             load_rows(str(tmp_path / name))
         assert "\n" not in str(error.value)
 
 
-def test_columns_rename_and_folders_with_splits(tmp_path):
+def test_folders_with_splits(tmp_path):
     import datasets
 
     folder = str(tmp_path / "saved")
     parts = {name: datasets.Dataset.from_list([{"problem": name, "answer": 1}])
              for name in ("train", "test")}
     datasets.DatasetDict(parts).save_to_disk(folder)
-    [row] = load_rows(folder, split="test", columns={"prompt": "problem"})
-    assert row["prompt"] == "test" and "problem" not in row
+    assert load_rows(folder, split="test")[0]["problem"] == "test"
     assert load_rows(folder)[0]["problem"] == "train"
-    with pytest.raises(UserError, match="no split 'dev', only train, test"):
+    with pytest.raises(UserError, match="saved .'dev'"):
         load_rows(folder, split="dev")
-    with pytest.raises(UserError, match="no column 'task'; found problem, answer"):
-        load_rows(folder, columns={"prompt": "task"})
 
 
 def test_hub_names(monkeypatch):
@@ -595,8 +585,6 @@ def test_select_equals_building_from_those_rows_and_carries_every_field():
         assert torch.equal(getattr(got, name), getattr(alone, name))
     assert got.logp.tolist() == [6, 7, 8, 9, 0, 1, 2, 0, 1, 2, 4, 5]
     assert got.scores.tolist() == [3, 0, 0, 2] and got.values is None and type(got) is Scored
-    masked = batch.select(torch.tensor([False, True, False, True]))
-    assert masked.scores.tolist() == [1, 3] and masked.logp.tolist() == [3, 6, 7, 8, 9]
     assert len(batch.select([])) == 0
 
 
@@ -611,15 +599,15 @@ def test_split_keeps_order_and_units(micro, unit, sizes):
     assert all(len(part.input_ids) <= micro or len(part) == unit for part in parts)
     for name in ("input_ids", "position_ids", "loss_mask", "logp", "scores"):
         assert torch.equal(torch.cat([getattr(p, name) for p in parts]), getattr(batch, name))
-    with pytest.raises(ValueError):
+    with pytest.raises(RuntimeError):
         batch.split(10, unit=3)
 
 
 def test_epochs_are_permutations_of_their_own_and_no_row_is_lost():  # TNY-1
     assert sorted(epoch_order(50, 0, 1)) == list(range(50))
     assert epoch_order(50, 0, 1) == epoch_order(50, 0, 1)
-    assert len({tuple(epoch_order(50, seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
-    assert batches_of([2, 0, 1], 8) == [[2, 0, 1]] and batches_of([2, 0, 1], 2) == [[2, 0], [1]]
+    assert len({epoch_order(50, seed, epoch) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    assert isinstance(epoch_order(3, 0, 0), tuple)  # what is cached cannot be spoilt
 
 
 def test_show_masks(capsys):
@@ -630,3 +618,6 @@ def test_show_masks(capsys):
     assert len(table.splitlines()) == 1 + len(coded[0]) and table.count("*") == sum(coded[1])
     show_masks([coded, coded, coded], tokenizer, n=2)
     assert capsys.readouterr().out == table * 2
+    show_masks(([5] * 1000, [1] * 1000), tokenizer)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 60 + 1 and lines[31] == "... 940 tokens ..."

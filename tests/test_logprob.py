@@ -12,8 +12,7 @@ from nanorlhf.logprob import token_logprobs, token_logprobs_reference
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles so small that every tiny test crosses many borders, the last tile a part one."""
-    monkeypatch.setattr(logprob, "CHUNK", 4)
-    monkeypatch.setattr(logprob, "TILE", 8)
+    monkeypatch.setattr(logprob, "TILES", {"cpu": (4, 8)})
 
 
 def head(N=11, H=6, V=29, dtype=torch.float64, seed=0):

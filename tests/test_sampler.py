@@ -13,7 +13,7 @@ from transformers.generation import logits_process as hf
 import nanorlhf.cache
 from nanorlhf.cache import BlockManager, OutOfBlocks, PagedKVCache
 from nanorlhf.sampler import (
-    Sampler, SamplingParams, Scheduler, Sequence, choose, inverse_cdf, truncate, uniforms,
+    Sampler, SamplingParams, Scheduler, Sequence, choose, inverse_cdf, passes, truncate, uniforms,
 )
 from nanorlhf.utils import UserError
 
@@ -75,7 +75,7 @@ def test_running_out_and_releasing_twice_are_loud():
     blocks = BlockManager(2, 4)
     table = blocks.allocate(8)
     other = list(table)
-    with pytest.raises(OutOfBlocks, match="all 2 cache blocks"):
+    with pytest.raises(OutOfBlocks, match="1 tokens need 1 cache blocks, 0 of 2"):
         blocks.reserve(table, 8)
     with pytest.raises(OutOfBlocks, match="5 tokens need 2 cache blocks, 0 of 2"):
         blocks.allocate(5)
@@ -399,58 +399,53 @@ def test_any_schedule_keeps_the_books(data):
     block_size, max_seqs = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     groups = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 12), st.integers(1, 20)),
                            min_size=1, max_size=6))  # n, prompt length, most new tokens
-    flat = [(i, k, p, r) for i, (n, p, r) in enumerate(groups) for k in range(n)]
-    sequences = [Sequence(row, i, k) for row, (i, k, *_) in enumerate(flat)]
-    start, room = (torch.tensor([row[i] for row in flat]) for i in (2, 3))
-    limit = start + room
-    ends = start + torch.tensor([draw(st.integers(1, int(r))) for r in room])
-    least = max(-(-int(x) // block_size) for x in limit)
+    groups = [[Sequence(i, k, None, [7] * prompt, prompt + room) for k in range(n)]
+              for i, (n, prompt, room) in enumerate(groups)]
+    everybody = [s for group in groups for s in group]
+    ends = {s: len(s.ids) + draw(st.integers(1, s.limit - len(s.ids))) for s in everybody}
+    least = max(-(-s.limit // block_size) for s in everybody)
     blocks = BlockManager(draw(st.integers(least, least + 4)), block_size)
     budget, ended = draw(st.integers(1, 20)), []
-    scheduler = Scheduler(sequences, start.clone(), limit, blocks, max_seqs, budget)
+    scheduler = Scheduler(groups, blocks, max_seqs)
 
     def check_books():
-        tables = [s.blocks for s in scheduler.running] + [p.blocks for p in scheduler.waiting]
-        named = [block for table in tables for block in table]
+        named = [block for s in scheduler.running for block in s.blocks]
         assert blocks.references == [named.count(block) for block in range(blocks.num_blocks)]
         assert sorted(blocks.free) == [b for b in range(blocks.num_blocks) if b not in named]
         assert len(scheduler.running) <= max_seqs
-        assert scheduler.rows.tolist() == [s.row for s in scheduler.running]
-        holds = [bool(p.blocks) for p in scheduler.waiting]
-        assert holds == sorted(holds, reverse=True)
+        assert not any(s.blocks for group in scheduler.waiting for s in group)
+        inside = [*scheduler.running, *(s for group in scheduler.waiting for s in group), *ended]
+        assert len(inside) == len(everybody) and set(inside) == set(everybody)
+
+    def check_room(s, position):  # there is a block, the last, and nobody else reads it
+        assert blocks.references[s.blocks[position // block_size]] == 1
+        assert len(s.blocks) == blocks.blocks_for(position + 1)
 
     def step_on(these):
         for s in these:
-            scheduler.length[s.row] += 1
-        gone = [s for s in these if scheduler.length[s.row] == ends[s.row]]
+            s.ids.append(7)
+        gone = [s for s in these if len(s.ids) == ends[s]]
         scheduler.finish(gone)
-        ended.extend(s.row for s in gone)
+        ended.extend(gone)
 
     for _ in range(3000):
         if not (scheduler.waiting or scheduler.running):
             break
-        chunks = scheduler.plan_prefill()
-        assert sum(end - begin for _, begin, end in chunks) <= budget
-        for item, begin, end in chunks:
-            assert begin < end <= item.length and {blocks.references[b] for b in item.blocks} == {1}
-            if end == item.length:
-                item.logits = torch.zeros(1)
-        check_books()
-        joined, logits, copies = scheduler.join()
-        assert joined == scheduler.running[len(scheduler.running) - len(joined):]
-        assert len(joined) == len(logits)
+        admitted, copies = scheduler.admit()
         assert not {s for s, _ in copies} & {t for _, t in copies}
-        check_books()
-        if joined:
-            step_on(joined)
-        elif not chunks:
+        new = [s for group in admitted for s in group]
+        assert new == scheduler.running[len(scheduler.running) - len(new):]
+        for group in admitted:
+            assert all(s.ids == group[0].ids for s in group)
+        chunks = list(passes([group[0] for group in admitted], budget))
+        assert all(sum(end - begin for _, begin, end in chunk) <= budget for chunk in chunks)
+        written = [(s, i) for chunk in chunks for s, begin, end in chunk for i in range(begin, end)]
+        assert written == [(group[0], i) for group in admitted for i in range(len(group[0].ids))]
+        if not admitted:
             scheduler.reserve()
-            check_books()
             assert scheduler.running
-            for s in scheduler.running:
-                position = int(scheduler.length[s.row]) - 1
-                assert blocks.references[s.blocks[position // block_size]] == 1
-                assert scheduler.table[s.row, :len(s.blocks)].tolist() == s.blocks
-                assert len(s.blocks) == blocks.blocks_for(position + 1)
-            step_on(list(scheduler.running))
-    assert sorted(ended) == list(range(len(flat))) and blocks.used == 0
+        check_books()
+        for s in new or scheduler.running:
+            check_room(s, len(s.ids) - (not admitted))  # admitted: its next token; else its last
+        step_on(new or list(scheduler.running))
+    assert len(ended) == len(everybody) and blocks.used == 0

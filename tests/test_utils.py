@@ -1,0 +1,379 @@
+"""Flags, schedule, run folder, checkpoints, metrics, points of a curve."""
+
+import json
+import math
+import os
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from nanorlhf import report, utils
+from nanorlhf.losses import kl_estimate, ppo_stats
+from nanorlhf.utils import (
+    Common, Run, UserError, add_stats, adamw, clean, derive_seed, flag, fp16_scaler, lr_at,
+    optimizer_step, parse, read_jsonl, run_script, seed_everything,
+)
+
+
+@dataclass
+class Config(Common):
+    out: str = flag("run", "run folder that is written")
+    group_size: int = flag(4, "answers, 100 % of them")
+
+
+@pytest.fixture
+def parsed(monkeypatch, tmp_path):
+    """Parse a command line, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*flags):
+        monkeypatch.setattr("sys.argv", ["train_x.py", *map(str, flags)])
+        return parse(Config, "A script.\n\nMore.")
+    return command
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+
+def test_defaults_and_values(parsed):
+    config = parsed()
+    assert config.lr == 1e-3 and config.resume is False
+    assert config.device in ("cpu", "cuda", "mps")  # "auto" is decided
+    config = parsed("--lr", "3e-4", "--resume", "--gradient_checkpointing", "true")
+    assert config.lr == 3e-4 and config.resume and config.gradient_checkpointing
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--bogus", "1"], "--bogus"), (["--batch_sise", 2], "--batch_size"), (["stray"], "stray"),
+    (["--lr", "fast"], "--lr"), (["--lr", "-1"], "--lr -1"), (["--lr", "nan"], "--lr"),
+    (["--lr", "inf"], "--lr"), (["--epochs", 0], "--epochs 0"), (["--epochs", "1.5"], "--epochs"),
+    (["--batch_size", -2], "--batch_size"), (["--group_size", 0], "--group_size"),
+    (["--dtype", "int8"], "fp32, bf16, fp16"), (["--report_to", "paper"], "wandb"),
+    (["--resume", "perhaps"], "--resume"), (["--out", ""], "--out"), (["--lr"], "--lr"),
+])
+def test_bad_flags_are_named(parsed, flags, words):
+    with pytest.raises(UserError, match=words) as error:
+        parsed(*flags)
+    assert "\n" not in str(error.value)
+
+
+def test_help_shows_every_flag_and_its_default(parsed, capsys):
+    with pytest.raises(SystemExit) as done:
+        parsed("--help")
+    text = capsys.readouterr().out
+    assert done.value.code == 0 and "100 % of them" in text and "(default: 0.05)" in text
+
+
+def test_a_user_error_is_one_line_and_status_2(capsys):
+    def action():
+        raise UserError("no such thing; make one")
+
+    with pytest.raises(SystemExit) as done:
+        run_script(action)
+    assert done.value.code == 2 and capsys.readouterr().err == "error: no such thing; make one\n"
+    with pytest.raises(ZeroDivisionError):  # a fault of ours is not dressed up as the user's
+        run_script(lambda: 1 / 0)
+
+
+# --- seeds, schedule, step ------------------------------------------------------------------------
+
+
+def test_seeds():
+    draws = []
+    for _ in range(2):
+        seed_everything(7)
+        draws.append((random.random(), np.random.rand(), torch.rand(1).item()))
+    assert draws[0] == draws[1]
+    seeds = {derive_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)}
+    assert len(seeds) == 125 and all(0 <= seed < 2**32 for seed in seeds)
+    assert derive_seed(1, 2) == derive_seed(1, 2) != derive_seed(2, 1)
+
+
+def test_learning_rate_rises_and_falls():
+    rates = [lr_at(step, 100, 2.0, 0.1) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * i for i in range(1, 11)])  # never 0
+    assert rates[10] == 2.0 and max(rates) == 2.0
+    assert rates[55] == pytest.approx(2 * (0.1 + 0.9 * 0.5))  # half way down
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:]))
+    assert 0.2 < rates[99] < 0.21  # towards a tenth of the peak
+    assert lr_at(0, 1, 2.0, 0.1) == 2.0  # one step: a full one
+    assert lr_at(0, 4, 1.0, 0.0) == 1.0
+    assert lr_at(3, 4, 1.0, 1.0) == 1.0  # all of it warm-up
+
+
+def test_optimizer_step_clips_and_refuses_what_is_not_finite():
+    model = torch.nn.Linear(3, 1)
+    optimizer = adamw(model, 1.0, 0.1)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    scaler = fp16_scaler(SimpleNamespace(device="cpu", dtype="fp32"))
+    model(torch.full((1, 3), 100.0)).sum().backward()
+    norm = optimizer_step(optimizer, 0.01, 1.0, scaler)
+    assert norm == pytest.approx(math.sqrt(3 * 100**2 + 1))  # before clipping
+    assert all(p.grad is None for p in model.parameters())
+    assert {group["lr"] for group in optimizer.param_groups} == {0.01}
+    before = model.weight.clone()
+    (model(torch.ones(1, 3)).sum() * math.nan).backward()
+    with pytest.raises(UserError, match="diverged; lower --lr"):
+        optimizer_step(optimizer, 0.01, 1.0, scaler)
+    assert torch.equal(model.weight, before)
+
+
+# --- the life of a run folder ---------------------------------------------------------------------
+
+
+class Thing:
+    """Anything with a state."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def save_text(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+
+
+def begun(parsed, *flags, steps=0, every=1):
+    """A run of so many steps, with a checkpoint after each `every`."""
+    run = Run(parsed("--device", "cpu", *flags))
+    run.start()
+    for step in range(1, steps + 1):
+        run.log(step, {"loss": 1.0 / step})
+        run.samples(step, [{"prompt": "p", "response": f"answer {step}", "score": None}])
+        if step % every == 0:
+            run.save(step, {"kl_coef": step / 10}, thing=Thing(step))
+    return run
+
+
+def test_a_run_from_start_to_finish(parsed, tmp_path):
+    run = begun(parsed, steps=3)
+    args = json.loads((tmp_path / "run" / "args.json").read_text())
+    assert args["finished"] is False and args["flags"]["lr"] == 1e-3
+    run.finish(save_text)
+    args = json.loads((tmp_path / "run" / "args.json").read_text())
+    assert args["finished"] is True and args["torch"] == torch.__version__
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"args.json", "metrics.jsonl", "samples.jsonl", "curves.png", "checkpoint",
+                     "config.json"}
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir()) == [
+        "step_00000002.pt", "step_00000003.pt"]  # the last two
+
+
+def test_nothing_is_written_before_start(parsed, tmp_path):
+    Run(parsed())
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_existing_run_is_protected(parsed, tmp_path):
+    run = begun(parsed, steps=2)
+    with pytest.raises(UserError, match="unfinished run; --resume goes on.*--overwrite"):
+        Run(parsed())
+    Run(parsed("--resume", "--device", "cpu"))
+    run.finish(save_text)
+    for flags in ([], ["--resume"]):
+        with pytest.raises(UserError, match="finished run; choose another --out, or --overwrite"):
+            Run(parsed(*flags))
+    begun(parsed, "--overwrite", steps=1)
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1
+    assert len(list((tmp_path / "run" / "checkpoint").iterdir())) == 1
+
+
+def test_folders_that_cannot_be_a_run(parsed, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for out in ("file", "file/below"):
+        with pytest.raises(UserError, match="is a file"):
+            Run(parsed("--out", out))
+    with pytest.raises(UserError, match="holds no run"):
+        Run(parsed("--resume"))
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match="holds no run"):
+        Run(parsed("--resume"))
+    (tmp_path / "run" / "config.json").write_text("{}")  # somebody's model
+    with pytest.raises(UserError, match="--overwrite"):
+        Run(parsed())
+
+
+def test_a_resume_needs_the_flags_of_the_start(parsed):
+    begun(parsed, "--seed", 1, steps=1)
+    with pytest.raises(UserError, match=r"--seed \(was 1, now 0\), --lr \(was 0.001, now 0.5\)"):
+        Run(parsed("--resume", "--lr", 0.5, "--device", "cpu"))
+    Run(parsed("--resume", "--seed", 1, "--save_every", 7, "--device", "cpu"))  # harmless ones
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def resumed(parsed):
+    run = Run(parsed("--resume", "--device", "cpu"))
+    run.start()
+    thing = Thing(None)
+    return *run.restore(thing=thing), thing.value
+
+
+def steps_logged(folder, name="metrics.jsonl"):
+    return [row["step"] for row in read_jsonl(folder / "run" / name)]
+
+
+def test_a_resume_drops_the_steps_after_the_checkpoint(parsed, tmp_path):
+    """LOG-6."""
+    begun(parsed, steps=7, every=3)
+    assert resumed(parsed) == (6, {"kl_coef": 0.6}, 6)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert steps_logged(tmp_path, name) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_half_written_line_is_dropped_too(parsed, tmp_path):
+    begun(parsed, steps=3, every=3)
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')
+    resumed(parsed)
+    assert steps_logged(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "noise"])
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(parsed, tmp_path, capsys, damage):
+    """CKP-6."""
+    begun(parsed, steps=7, every=3)
+    newest = tmp_path / "run" / "checkpoint" / "step_00000006.pt"
+    good = newest.read_bytes()
+    newest.write_bytes({"cut": good[: len(good) // 2], "empty": b"", "noise": b"x" * 99}[damage])
+    assert resumed(parsed) == (3, {"kl_coef": 0.3}, 3)
+    assert steps_logged(tmp_path) == [1, 2, 3]
+    warning = capsys.readouterr().err
+    assert "step_00000006.pt is damaged" in warning and "the checkpoint before it" in warning
+    newest.with_name("step_00000003.pt").unlink()
+    with pytest.raises(UserError, match="no complete checkpoint; start anew with --overwrite"):
+        resumed(parsed)
+
+
+def test_what_is_missing_is_an_error_never_a_fresh_start(parsed, tmp_path):
+    """CKP-4."""
+    run = begun(parsed, steps=2)
+    with pytest.raises(UserError, match="holds .'thing'., this run needs .'critic', 'thing'."):
+        run.restore(thing=Thing(0), critic=Thing(0))
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="metrics.jsonl is shorter"):
+        resumed(parsed)
+    for file in (tmp_path / "run" / "checkpoint").iterdir():
+        file.unlink()
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        resumed(parsed)
+
+
+def test_a_save_that_breaks_off_leaves_the_old_checkpoint(parsed, tmp_path, monkeypatch):
+    """CKP-6: as on a full disk, while the new file is written."""
+    run = begun(parsed, steps=2)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(utils.torch, "save", full)
+    with pytest.raises(OSError):
+        run.save(3, thing=Thing(3))
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    names = {path.name for path in (tmp_path / "run" / "checkpoint").glob("step*")}
+    assert names == {"step_00000001.pt", "step_00000002.pt"}
+
+
+def test_random_states_are_restored(parsed, monkeypatch):
+    run = begun(parsed)
+    seed_everything(3)
+    run.save(1)
+    expected = random.random(), np.random.rand(), torch.rand(1).item()
+    seed_everything(4)
+    assert run.restore() == (1, {})
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def test_values_that_are_not_finite_are_null_in_valid_json(parsed, tmp_path):
+    run = begun(parsed)
+    run.log(1, {"a": math.nan, "b": torch.tensor(math.inf), "c": np.float32(0.5), "d": 0.0,
+                "e": torch.tensor(3), "f": 1 / 3})
+    line = (tmp_path / "run" / "metrics.jsonl").read_text()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    row = json.loads(line, parse_constant=refuse)
+    assert row == {"step": 1, "a": None, "b": None, "c": 0.5, "d": 0.0, "e": 3, "f": 0.333333}
+    assert clean(True) is True and clean("text") == "text" and clean(-math.inf) is None
+
+
+def test_stats_of_micro_batches_add_up():
+    """LOG-3: KL 0, 1, 2, 3 on 1, 1, 1 and 5 tokens: the mean is 18 / 8 = 2.25."""
+    def shift(kl):  # the log-ratio at which the estimate k3 is kl
+        low, high = 0.0, 5.0
+        for _ in range(100):
+            middle = (low + high) / 2
+            k3 = kl_estimate(torch.zeros(1, dtype=torch.double),
+                             torch.full((1,), middle, dtype=torch.double), "k3").item()
+            low, high = (middle, high) if k3 < kl else (low, middle)
+        return low
+
+    total = {}
+    for kl, count in zip((0, 1, 2, 3), (1, 1, 1, 5)):
+        old = torch.zeros(count, dtype=torch.double)
+        part = ppo_stats(old + shift(kl), old, torch.ones_like(old), torch.full_like(old, 1 / 8),
+                         0.2, 0.2)
+        total = add_stats(total, part)
+    assert float(total["approx_kl"]) == pytest.approx(2.25, abs=1e-9)
+    assert float(total["log_ratio_max"]) == pytest.approx(shift(3))  # the largest, not the sum
+    assert float(total["clip_frac"]) == pytest.approx(7 / 8)
+    assert add_stats({"a": 1, "b_max": 5}, {"a": 2, "b_max": 3}) == {"a": 3, "b_max": 5}
+
+
+def test_zero_is_a_point_and_nan_a_gap(tmp_path):
+    """LOG-7."""
+    rows = [{"step": i, "loss": v} for i, v in enumerate([1, 0.0, 0.5, None, 0.2], 1)]
+    rows.insert(2, {"step": 2.5, "other": 1})  # a row without the metric is no gap
+    steps, values = report.points(rows, "loss")
+    assert steps == [1, 2, 3, 4, 5]
+    assert values[:3] == [1, 0.0, 0.5] and math.isnan(values[3]) and values[4] == 0.2
+    assert report.points(rows, "absent") == ([], [])
+
+
+def test_curves_draw_every_point(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        with open(tmp_path / name / "metrics.jsonl", "w") as file:
+            for i, v in enumerate([1, 0.0, 0.5, None, 0.2], 1):
+                file.write(json.dumps({"step": i, "loss": v, "grad_norm": 0.0}) + "\n")
+    drawn = []
+    plot = report.plt.Axes.plot
+    monkeypatch.setattr(report.plt.Axes, "plot",
+                        lambda axis, *args, **kw: drawn.append(args[:2]) or plot(axis, *args, **kw))
+    report.curves([tmp_path / "a", tmp_path / "b"], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 5000
+    assert len(drawn) == 4  # two metrics of two runs
+    assert all(len(steps) == len(values) == 5 for steps, values in drawn)
+
+
+def test_report_needs_runs(tmp_path):
+    with pytest.raises(UserError, match="no run folder"):
+        report.report(report.arguments([str(tmp_path), "--out", str(tmp_path / "out")]))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(UserError, match="runs"):
+        report.arguments([])
+
+
+def test_files_are_replaced_whole(tmp_path, monkeypatch):
+    file = tmp_path / "args.json"
+    utils.write_atomically(file, "old")
+    monkeypatch.setattr(os, "replace", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        utils.write_atomically(file, "new")
+    assert file.read_text() == "old"
