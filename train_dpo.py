@@ -56,6 +56,8 @@ def response_logps(logp, batch):
 
 
 def train(cfg):
+    dpo_loss(*torch.zeros(4, 1), cfg.beta, cfg.loss_type, cfg.label_smoothing,
+             torch.ones(2, 1))  # a dry call: options that do not go together are refused here
     run = Run(cfg)
     seed_everything(cfg.seed)
 

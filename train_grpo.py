@@ -29,7 +29,7 @@ from nanorlhf.losses import (
     group_advantages, importance_weights, kl_estimate, ppo_policy_loss, ppo_stats, token_weights,
 )
 from nanorlhf.model import (
-    DTYPES, autocast, frozen_copy, load_critic, load_policy, save_model, token_logprobs,
+    DTYPES, autocast, frozen_copy, load_policy, load_reward_model, save_model, token_logprobs,
 )
 from nanorlhf.rewards import load_reward, readable
 from nanorlhf.rollout import (
@@ -90,7 +90,7 @@ def train(cfg):
     embedded = cfg.data == "toy"
     model, tokenizer = load_policy(cfg.model, cfg.device)
     if cfg.reward_model:
-        reward = load_critic(cfg.reward_model, tokenizer, cfg.device).requires_grad_(False)
+        reward = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
     else:
         reward = load_reward(cfg.reward or ("toy" if embedded else "math"))
     train_rows, eval_rows = data.train_and_eval_rows(

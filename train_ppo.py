@@ -18,6 +18,7 @@ padding; unfinished answers keep the tokens that were sampled, are scored at the
 What to expect on the embedded world: EXPECTED
 """
 
+import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,8 +31,8 @@ from nanorlhf.losses import (
     ppo_stats, token_weights, value_loss, whiten,
 )
 from nanorlhf.model import (
-    DTYPES, autocast, frozen_copy, load_critic, load_policy, save_model, token_logprobs,
-    token_values,
+    DTYPES, autocast, frozen_copy, load_policy, load_reward_model, load_scorer, save_model,
+    token_logprobs, token_values,
 )
 from nanorlhf.rewards import load_reward, readable
 from nanorlhf.rollout import (
@@ -49,7 +50,7 @@ class Config(Common):
     model: str = flag("runs/sft", "start model")
     ref_model: str = flag("", "frozen reference; empty: the start model")
     reward_model: str = flag("runs/rm", "reward model; the critic starts from it too")
-    reward: str = flag("", "reward function instead of the model: toy, math, file.py:name")
+    reward: str = flag("", "a function instead of the reward model: toy, math, file.py:name")
     out: str = flag("runs/ppo", "run folder that is written")
     lr: float = flag(3e-4, "peak learning rate of the policy; 1e-6 for a real model")
     critic_lr: float = flag(5e-4, "peak learning rate of the critic; 1e-5 for a real model")
@@ -102,8 +103,11 @@ def train(cfg):
     # --- the four models, and the sampler over the policy's own tensors ---
     reference = (load_policy(cfg.ref_model, cfg.device)[0].requires_grad_(False)
                  if cfg.ref_model else frozen_copy(model))
-    critic = load_critic(cfg.reward_model, tokenizer, cfg.device)
-    reward = reward or frozen_copy(critic)
+    if reward is None:
+        reward = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
+        critic = copy.deepcopy(reward).requires_grad_(True)
+    else:
+        critic, _ = load_scorer(cfg.model, cfg.device)  # the policy's trunk under a head of zeros
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable()
         critic.gradient_checkpointing_enable()

@@ -108,7 +108,9 @@ def train(cfg):
 
     # Mean and spread of the held-out scores travel in config.json: PPO rewards are normalised by
     # them, plain transformers ignores them.
-    scorer.config.reward_mean, scorer.config.reward_std = scores.mean().item(), scores.std().item()
+    scores = evaluate.pair_scores(scorer, held_out, cfg.micro_tokens, cfg.device)
+    scorer.config.reward_mean = scores.mean().item()
+    scorer.config.reward_std = max(scores.std().item(), 1e-3)
     run.finish(lambda folder: save_model(scorer, tokenizer, folder))
 
 

@@ -389,6 +389,8 @@ def train_and_eval_rows(config, toy_train, toy_eval):
     """(training rows, held-out rows) as --data and --eval_data say. Without --eval_data a 20th of
     the rows, at most 200, is held out; fewer than 20 rows serve as both."""
     if config.data == "toy":
+        if config.eval_data:
+            raise UserError("--eval_data goes with --data; the embedded world holds out its own")
         grade = parse_grade(config.toy_grade)
         return (toy_train(seed=config.seed, split="train", grade=grade),
                 toy_eval(seed=0, split="eval", grade=grade))

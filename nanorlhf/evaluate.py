@@ -17,7 +17,9 @@ import torch
 
 from nanorlhf import data, toy
 from nanorlhf.losses import bradley_terry_loss, sft_loss
-from nanorlhf.model import load_policy, load_scorer, load_tokenizer, sequence_scores, token_logprobs
+from nanorlhf.model import (
+    is_scorer, load_policy, load_scorer, load_tokenizer, sequence_scores, token_logprobs,
+)
 from nanorlhf.rewards import call_reward, math_reward
 from nanorlhf.rollout import lay_out, model_scores
 from nanorlhf.sampler import Sampler, SamplingParams
@@ -147,8 +149,7 @@ class Config:
 def evaluate(cfg):
     out = None if cfg.out == "-" else writable(cfg.out)
     seed_everything(cfg.seed)
-    names = load_tokenizer(cfg.model)[1].architectures or [""]
-    if "SequenceClassification" in names[0]:
+    if is_scorer(load_tokenizer(cfg.model)[1]):
         metrics = evaluate_scorer(cfg)
     else:
         metrics = evaluate_policy(cfg)

@@ -1,11 +1,10 @@
 """Fused lm head: log-prob of each target token and entropy, without ever storing the logits.
 
 The logits of N tokens over V words are the largest tensor of RLHF by far (4096 x 49152 in fp32:
-805 MB, several times over once autograd has kept its copies). Here they only ever exist as one
-tile of some tokens x some words: a matrix product writes it into a reused buffer, a row function
-folds it into running sums by the online softmax (Milakov & Gimelshein 2018, algorithm 3). Only
-logp, entropy and log-sum-exp outlive the forward pass; the backward pass makes every tile again,
-and a second row function turns it, in place, into the gradient of its logits:
+805 MB, several times over once autograd has kept its copies). Here only one tile of them exists at
+a time, some tokens x some words in a reused buffer. The forward pass folds each into running sums
+by the online softmax (Milakov & Gimelshein 2018, algorithm 3) and keeps logp, entropy and
+log-sum-exp. The backward pass makes each again and turns it, in place, into its gradient:
 
     logp    = z_y - lse,  lse = log sum_j e^(z_j),  p = softmax(z)    for logits z and target y
     entropy = -sum_j p_j log p_j = lse - sum_j p_j z_j
@@ -13,11 +12,9 @@ and a second row function turns it, in place, into the gradient of its logits:
     d entropy / dz_i = p_i - p_i - sum_j z_j p_j ([i = j] - p_i) = -p_i (log p_i + entropy),
     dL/dz_i = g ([i = y] - p_i) - g' p_i (log p_i + entropy)    with g = dL/dlogp, g' = dL/dentropy
 
-and z = x w^T gives dL/dx = dL/dz w, dL/dw = dL/dz^T x. All it takes is p = e^(z - lse).
-
-The row functions exist twice: as Triton kernels for CUDA, and in torch for every other machine
+and z = x w^T gives dL/dx = dL/dz w, dL/dw = dL/dz^T x. All it takes is p = e^(z - lse). These
+two row functions exist twice: as Triton kernels for CUDA, and in torch for every other machine
 (and for CUDA with NANORLHF_TRITON=0). All else is one code.
-
 Letters: N tokens, H hidden size, V vocabulary; n tokens and v words make up a tile.
 """
 
@@ -43,7 +40,6 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=
 
     z = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature    (tanh if softcap)
     logp = log_softmax(z)[targets],  entropy = -sum(p * log p) in nats
-
     hidden (N, H), weight (V, H), targets (N,) integers in 0..V-1, bias (V,) or None
     -> logp (N,) <= 0 and entropy (N,), fp32 (fp64 for fp64 inputs), both once differentiable in
     hidden, weight and bias. The head runs in the inputs' type or autocast's, all after it in
@@ -89,14 +85,9 @@ def check(hidden, weight, bias, targets, temperature):
                          f"0..{V - 1}; drop the positions that have no target before the head")
 
 
-# --- the fused head -------------------------------------------------------------------------------
-
-
 def tiles(x, weight, bias, softcap):
-    """For every tile: words, rows, w (v, H), logits (n, v) in a buffer that the next one takes over.
-
-    Words outermost: a tile of the weight is read once. With no weight, x are the logits.
-    """
+    """For every tile: words, rows, w (v, H), and logits (n, v), which the next tile overwrites.
+    Words outermost: each part of the weight is read once. With no weight, x are the logits."""
     N, V = len(x), x.shape[1] if weight is None else len(weight)
     n, v = TILES["cuda" if x.is_cuda else "cpu"]
     buffer = x.new_empty((min(n, N), min(v, -(-V // 16) * 16)))  # 16: aligned rows for any V
@@ -146,10 +137,9 @@ class FusedLogprobs(torch.autograd.Function):
         x, softcap = hidden.to(ctx.dtype), ctx.softcap
         d_hidden = torch.zeros_like(hidden, dtype=hidden.dtype if weight is None else lse.dtype)
         d_weight = torch.zeros_like(weight) if for_weight else None
-        d_bias = torch.zeros_like(bias) if for_bias else None
-        upstream = [torch.zeros_like(lse) if d is None else d / ctx.temperature
-                    for d in (g, g_entropy)]
-        stats = torch.stack([lse, entropy, *upstream])
+        d_bias = torch.zeros_like(bias, dtype=lse.dtype) if for_bias else None
+        stats = torch.stack([lse, entropy, *(torch.zeros_like(lse) if d is None else
+                                             d / ctx.temperature for d in (g, g_entropy))])
         _, to_gradient = row_functions(hidden, ctx.dtype)
         for words, rows, w, z in tiles(x, weight, bias, softcap):
             slope = None if softcap is None else 1 - (z / softcap).square_()
@@ -169,15 +159,14 @@ class FusedLogprobs(torch.autograd.Function):
                 add_product(dw, z.T, x[rows])
                 if rows.stop == len(x):
                     d_weight[words] = dw
-        return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None, None
+        return d_hidden, d_weight, d_bias, None, None, None, None  # autograd casts to the inputs'
 
 
-# --- the row functions, in torch and as Triton kernels with one program a token -------------------
-# z is a tile of logits (n, v); column (n,) is the place of the target, counted from the tile's left.
+# --- the row functions: z is a tile of logits (n, v), column (n,) the target's place in its row ---
 
 
 def row_functions(hidden, dtype):
-    """The one of the forward and the one of the backward pass, in the form that fits."""
+    """Of the forward and of the backward pass, in the form that fits."""
     kernels = triton is not None and hidden.is_cuda and dtype != torch.float64
     if not kernels or os.environ.get("NANORLHF_TRITON") == "0":
         return fold, to_gradient
@@ -220,12 +209,10 @@ if triton is not None:
                     BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)  # row * stride may pass 2^31
         z_ptr, stats_ptr = z_ptr + row * stride, stats_ptr + row
-        top, total = tl.load(stats_ptr), tl.load(stats_ptr + N)
-        moment = tl.load(stats_ptr + 2 * N)
+        top, total, moment = tl.load(stats_ptr), tl.load(stats_ptr + N), tl.load(stats_ptr + 2 * N)
         for left in range(0, width, BLOCK):
             at = left + tl.arange(0, BLOCK)
-            z = tl.load(z_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
-            z /= temperature
+            z = tl.load(z_ptr + at, at < width, -float("inf")).to(tl.float32) / temperature
             peak = tl.maximum(top, tl.max(z))
             drop = top - peak
             e = tl.exp(z - peak)
@@ -250,12 +237,11 @@ if triton is not None:
         column = tl.load(column_ptr + row)
         for left in range(0, width, BLOCK):
             at = left + tl.arange(0, BLOCK)
-            z = tl.load(z_ptr + at, mask=at < width, other=-float("inf")).to(tl.float32)
-            log_p = z / temperature - lse
-            p = tl.exp(log_p)
+            z = tl.load(z_ptr + at, at < width, -float("inf")).to(tl.float32) / temperature
+            p = tl.exp(z - lse)
             dz = tl.where(at == column, g, 0.0) - g * p
             if with_entropy:
-                dz -= g_entropy * p * (tl.where(p > 0, log_p, 0.0) + entropy)
+                dz -= g_entropy * p * (tl.where(p > 0, z - lse, 0.0) + entropy)  # never 0 * -inf
             tl.store(z_ptr + at, dz, mask=at < width)
 
     def launch(kernel, z, column, stats, temperature, *flags):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
-    GenerationConfig,
+    GenerationConfig, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -30,6 +30,7 @@ from nanorlhf.data import Batch
 from nanorlhf.utils import UserError
 
 transformers_logging.disable_progress_bar()  # the scripts show bars of their own
+transformers_logging.set_verbosity_error()  # what matters of its reports, load_weights raises
 PAD = "<|pad|>"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,8 +44,35 @@ def load_policy(path, device="cpu"):
         model, tokenizer = toy.new_model(), toy.tokenizer()
     else:
         tokenizer, _ = load_tokenizer(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = load_weights(AutoModelForCausalLM, path)
     return prepare(model, path).to(device), tokenizer
+
+
+def load_weights(model_class, path, new=(), **kwargs):
+    """The model of a folder in fp32; weights that its file lacks, but for `new`, are an error."""
+    model, report = model_class.from_pretrained(path, dtype=torch.float32,
+                                                output_loading_info=True, **kwargs)
+    missing = [name for name in report["missing_keys"] if name not in new]
+    if missing:
+        raise UserError(f"{path} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}"
+                        f"{' ...' if len(missing) > 3 else ''}; the folder is damaged or of "
+                        "another kind")
+    return model
+
+
+def is_scorer(config):
+    return any("SequenceClassification" in name for name in config.architectures or [])
+
+
+def load_classifier(path):
+    """(tokenizer, model, whether its head is new) of a folder of any kind, as a reward model."""
+    tokenizer, config = load_tokenizer(path)
+    options = {} if is_scorer(config) else {"new": ["score.weight"], "num_labels": 1}
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise UserError(f"no reward model can be made of {path}: transformers has no "
+                        f"SequenceClassification class for {type(config).__name__}")
+    model = load_weights(AutoModelForSequenceClassification, path, **options)
+    return tokenizer, model, bool(options)
 
 
 def load_scorer(path, device="cpu"):
@@ -53,14 +81,13 @@ def load_scorer(path, device="cpu"):
     Made new, the head starts at zero: the first loss is ln 2 and the first value 0. A random head
     costs the trunk its first steps.
     """
-    tokenizer, config = load_tokenizer(path)
-    fresh = not any("SequenceClassification" in name for name in config.architectures or [])
-    try:
-        model = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=torch.float32, **({"num_labels": 1} if fresh else {}))
-    except ValueError as error:
-        raise UserError(f"no reward model can be made of {path}: transformers has no "
-                        f"SequenceClassification class for {type(config).__name__}") from error
+    if path == "toy":
+        policy, tokenizer, fresh = toy.new_model(), toy.tokenizer(), True
+        policy.config.num_labels = 1
+        model = AutoModelForSequenceClassification.from_config(policy.config)
+        backbone(model).load_state_dict(backbone(policy).state_dict())
+    else:
+        tokenizer, model, fresh = load_classifier(path)
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         raise UserError(f"{path} is a classifier with {model.config.num_labels} outputs, a reward "
                         "model has one; train one with train_rm.py")
@@ -72,18 +99,23 @@ def load_scorer(path, device="cpu"):
     return model.to(device), tokenizer
 
 
-def load_critic(path, tokenizer, device="cpu"):
-    """A reward model that reads this tokenizer's ids; its head becomes the value head."""
-    critic, own = load_scorer(path, device)
+def load_reward_model(path, tokenizer, device="cpu"):
+    """A trained reward model that reads this tokenizer's ids."""
+    if not is_scorer(load_tokenizer(path)[1]):
+        raise UserError(f"{path} is no reward model; `python train_rm.py --model {path}` makes one")
+    scorer, own = load_scorer(path, device)
     words, known = own.get_vocab(), tokenizer.get_vocab()
     if any(words.get(word) != i for word, i in known.items()):
         raise UserError(f"the reward model {path} has another vocabulary than the policy: it "
                         "cannot read the policy's token ids; train one from the same family")
-    return critic
+    return scorer.requires_grad_(False).eval()
 
 
 def load_tokenizer(path):
     """The tokenizer and config of a model folder or hub name, or one clear error."""
+    if path == "toy":
+        raise UserError("toy is a fresh model, which only the train scripts start from; give a "
+                        "folder, such as runs/sft")
     if not Path(path).is_dir() and (str(path).startswith((".", "/", "runs/")) or
                                     str(path).count("/") > 1 or Path(path).exists()):
         raise UserError(f"no model folder {path}{hint(path)}")

@@ -49,8 +49,8 @@ def curves(folders, path):
     runs = {folder: read_jsonl(Path(folder) / "metrics.jsonl") for folder in folders}
     used = [(title, names) for title, names in PANELS
             if any(name in row for rows in runs.values() for row in rows for name in names)]
-    columns = min(3, len(used))
-    lines = -(-len(used) // columns)
+    columns = max(1, min(3, len(used)))
+    lines = max(1, -(-len(used) // columns))
     figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.9 * lines), squeeze=False)
     for axis, (title, names) in zip(axes.flat, used):
         for number, (folder, rows) in enumerate(runs.items()):
@@ -96,7 +96,7 @@ def measure(policy, tokenizer, base, prompts, max_new_tokens):
 def compare(args):
     """(rows of the table, best-of-n curve [(KL, gold score)], pair accuracy or None)."""
     from nanorlhf import data, evaluate, toy
-    from nanorlhf.model import load_policy, load_scorer
+    from nanorlhf.model import is_scorer, load_policy, load_scorer, load_tokenizer
     from nanorlhf.rollout import lay_out, model_scores
     from nanorlhf.sampler import Sampler, SamplingParams
 
@@ -104,7 +104,7 @@ def compare(args):
     prompts = data.encode_prompts(toy.prompts(args.limit, split="eval"), tokenizer, 512)
     table, best, accuracy = {}, [], None
     for folder in args.runs:
-        if "gold_score" in str((folder / "metrics.jsonl").read_text()):  # a policy
+        if not is_scorer(load_tokenizer(str(folder))[1]):
             table[folder.name] = measure(load_policy(str(folder))[0], tokenizer, base, prompts,
                                          args.max_new_tokens)
     if args.reward_model:

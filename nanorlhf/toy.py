@@ -188,7 +188,8 @@ def prompts(n, seed=0, split="train", grade=Grade()):
 
 def pool(text, rng):
     """Answers of every kind to one question: right, slipped, guessed, rambling, unfinished."""
-    right, slipped = work(text), work(text, rng.randrange(len(text) // 3), rng)
+    digits = len(re.match(r"\d+", text)[0])
+    right, slipped = work(text), work(text, rng.randrange(digits), rng)
     wrong = f"#### {solve(text) + rng.choice([-1, 1]) * 10 ** rng.randrange(3)}"
     columns = right.split(" #### ")[0]
     return [right, slipped, guess(text), wrong, f"{columns} {right}",

@@ -14,8 +14,8 @@ from nanorlhf import toy
 from nanorlhf.data import Batch, encode, encode_sft
 from nanorlhf.losses import bradley_terry_loss, sft_loss, token_weights
 from nanorlhf.model import (
-    distinct_pad, eos_ids, frozen_copy, load_critic, load_policy, load_scorer, normalised, prepare,
-    save_model, sequence_scores, token_logprobs, token_values,
+    distinct_pad, eos_ids, frozen_copy, load_policy, load_reward_model, load_scorer, normalised,
+    prepare, save_model, sequence_scores, token_logprobs, token_values,
 )
 from nanorlhf.utils import UserError
 from tiny import FAMILIES, SMALL, tiny_config, tiny_model
@@ -346,11 +346,14 @@ def test_classifiers_and_families_without_one_are_refused(tmp_path):
 
 
 def test_a_critic_must_read_the_policys_ids(tmp_path):
-    path = base_folder(tmp_path)
-    critic = load_critic(path, words(100))
+    with pytest.raises(UserError, match="no reward model.*train_rm.py"):
+        load_reward_model(base_folder(tmp_path / "policy"), words(100))
+    path = str(tmp_path / "rm")
+    save_model(*load_scorer(base_folder(tmp_path / "base")), path)
+    critic = load_reward_model(path, words(100))
     assert token_values(critic, Batch.from_rows(rows_of(4, 6))).shape == (10,)
     with pytest.raises(UserError, match="another vocabulary"):
-        load_critic(path, toy.tokenizer())
+        load_reward_model(path, toy.tokenizer())
 
 
 @pytest.mark.parametrize("count, grows", [(100, False), (128, True)])

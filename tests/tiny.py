@@ -4,9 +4,9 @@ import torch
 from transformers import AutoModelForCausalLM, CONFIG_MAPPING
 
 SMALL = dict(
-    vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=8, max_position_embeddings=512, pad_token_id=0, bos_token_id=1,
-    eos_token_id=2,
+    vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )
 SPECIAL = {
     "gpt2": dict(vocab_size=128, n_embd=32, n_layer=2, n_head=4, n_positions=512, bos_token_id=1,
@@ -33,7 +33,7 @@ def tiny_model(family="llama", seed=0, **overrides):
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides)).eval()
     with torch.no_grad():  # the default std of 0.02 makes all logits alike; spread them
-        for name, weight in model.named_parameters():
+        for weight in model.parameters():
             if weight.ndim > 1:
                 weight.mul_(4.0)
     model.set_attn_implementation("nanorlhf")
