@@ -11,9 +11,9 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,13 +28,13 @@ STAGES = {  # name: (script, flags)
 
 
 def run(*command):
-    """Seconds that a command took; its output is shown only if it fails."""
-    began = time.perf_counter()
+    """CPU seconds that a command took; its output is shown only if it fails."""
+    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, text=True,
                           capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return time.perf_counter() - began
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began
 
 
 def evaluate(*flags):
@@ -72,7 +72,7 @@ def spread(seeds, stage, name):
 
 def markdown(seeds):
     lines = [f"Seeds {', '.join(seeds)}; mean (lowest to highest), 256 held-out questions.", "",
-             "| model | gold score | worked share | response length | seconds |",
+             "| model | gold score | worked share | response length | CPU seconds |",
              "|---|---|---|---|---|"]
     for stage in STAGES:
         if stage != "rm":
@@ -82,7 +82,7 @@ def markdown(seeds):
     for k in (1, 2, 4, 8, 16):
         lines.append(f"| best-of-{k} | {spread(seeds, 'best-of-n', f'best_of@{k}')} | | | |")
     lines += ["", "Reward model, accuracy on 400 noise-free on-policy pairs: "
-              + spread(seeds, "rm", "accuracy") + f"; {spread(seeds, 'rm', 'seconds')} seconds.",
+              + spread(seeds, "rm", "accuracy") + f"; {spread(seeds, 'rm', 'seconds')} CPU seconds.",
               "", f"{platform.machine()}, one thread each, Python {platform.python_version()}."]
     return "\n".join(lines) + "\n"
 
