@@ -20,16 +20,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from tqdm import tqdm
 
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import dpo_loss, sft_loss
 from nanorlhf.model import DTYPES, autocast, load_policy, save_model, token_logprobs
 from nanorlhf.rollout import score_tokens
-from nanorlhf.sampler import Sampler, SamplingParams
+from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (
-    Common, Run, add_stats, adamw, flag, fp16_scaler, lr_at, main, optimizer_step,
-    seed_everything,
+    Common, Run, add_stats, flag, lr_at, main, optimizer_step, seed_everything, trainable,
 )
 
 
@@ -70,7 +68,6 @@ def train(cfg):
     pairs, _ = data.encode_pairs(train_rows, tokenizer, cfg.max_len)
     held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, cfg.max_len)
     prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, cfg.max_len)
-    sampling = SamplingParams(max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
     data.show_masks(list(pairs[0]), tokenizer, n=2)
 
     # --- reference log-probs of every pair, once: (P, 2) ---
@@ -84,16 +81,10 @@ def train(cfg):
     ref, held_out_ref = reference(judge, pairs), reference(judge, held_out)
     del judge  # its memory, when it is a model of its own
 
-    # --- model and optimiser ---
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    model.train()
-    optimizer, scaler = adamw(model, cfg.lr, cfg.weight_decay), fp16_scaler(cfg)
-    steps_per_epoch = -(-len(pairs) // cfg.batch_size)
-    total = cfg.max_steps or cfg.epochs * steps_per_epoch
-    run.start()
-    start, _ = (run.restore(model=model, optimizer=optimizer, scaler=scaler)
-                if cfg.resume else (0, None))
+    # --- optimiser ---
+    optimizer, scaler = trainable(model, cfg.lr, cfg)
+    state = dict(model=model, optimizer=optimizer, scaler=scaler)
+    start, _ = run.start(**state)
 
     def over(rows, rows_ref, learn):
         """Mean stats over pairs and their (P, 2) reference log-probs; gradients if `learn`."""
@@ -120,27 +111,22 @@ def train(cfg):
         return means, len(batch.input_ids)
 
     # --- training ---
-    bar = tqdm(range(start, total), initial=start, total=total, desc="dpo")
-    for step in bar:
-        epoch, i = divmod(step, steps_per_epoch)
-        order = data.epoch_order(len(pairs), cfg.seed, epoch)
-        picked = list(order[i * cfg.batch_size: (i + 1) * cfg.batch_size])
-        metrics, tokens = over([pairs[j] for j in picked], ref[picked], learn=True)
-        metrics["lr"] = lr_at(step, total, cfg.lr, cfg.warmup_ratio)
+    for step, picked in run.steps(len(pairs), start):
+        metrics, tokens = over([pairs[i] for i in picked], ref[list(picked)], learn=True)
+        metrics["lr"] = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
         metrics["tokens_per_s"] = run.speed(tokens)
 
         # --- evaluation on held-out pairs and prompts, and a resume point ---
-        last = step + 1 == total
-        if last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0):
+        if run.due(step, cfg.eval_every):
             found, _ = over(held_out, held_out_ref, learn=False)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
-            found, completions = evaluate.answer(sampler, prompts, sampling, cfg.data == "toy")
+            found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
             metrics |= found
-            run.samples(step + 1, evaluate.sample_rows(prompts, completions))
-        bar.set_postfix(run.log(step + 1, metrics), refresh=False)
-        if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
-            run.save(step + 1, model=model, optimizer=optimizer, scaler=scaler)
+            run.samples(step + 1, samples)
+        run.log(step + 1, metrics)
+        if run.due(step, cfg.save_every):
+            run.save(step + 1, **state)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

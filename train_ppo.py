@@ -20,12 +20,10 @@ What to expect on the embedded world: EXPECTED
 
 import copy
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from tqdm import tqdm
 
-from nanorlhf import data, evaluate, toy
+from nanorlhf import evaluate
 from nanorlhf.losses import (
     adaptive_kl, explained_variance, gae, importance_weights, kl_estimate, ppo_policy_loss,
     ppo_stats, token_weights, value_loss, whiten,
@@ -34,14 +32,12 @@ from nanorlhf.model import (
     DTYPES, autocast, frozen_copy, load_policy, load_reward_model, load_scorer, save_model,
     token_logprobs, token_values,
 )
-from nanorlhf.rewards import load_reward, readable
-from nanorlhf.rollout import (
-    check_rl_flags, judge, lay_out, rollout_metrics, score_tokens, warn_if_hopeless,
-)
-from nanorlhf.sampler import Sampler, SamplingParams
+from nanorlhf.rewards import load_reward
+from nanorlhf.rollout import check_rl_flags, mini_batches, rl_prompts, roll_out, warn_if_hopeless
+from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (
-    Common, Run, add_stats, adamw, derive_seed, flag, fp16_scaler, lr_at, main, optimizer_step,
-    seed_everything,
+    Common, Run, add_stats, flag, lr_at, main, mean_stats, optimizer_step, seed_everything,
+    trainable,
 )
 
 
@@ -73,10 +69,6 @@ class Config(Common):
     missing_eos_penalty: float = flag(1.0, "taken off the score of an answer that did not stop")
     tis_cap: float = flag(2.0, "cap of the sampler/trainer importance weight; 0: none")
     temperature: float = flag(1.0, "sampling temperature, also in every log-prob")
-    top_k: int = flag(0, "refused in RL unless 0: see --help of nanorlhf.generate")
-    top_p: float = flag(1.0, "refused in RL unless 1")
-    min_p: float = flag(0.0, "refused in RL unless 0")
-    repetition_penalty: float = flag(1.0, "refused in RL unless 1")
     max_new_tokens: int = flag(96, "longest answer")
     toy_rows: int = flag(5120, "prompts drawn from the embedded world")
     eval_prompts: int = flag(256, "held-out prompts answered at each evaluation")
@@ -90,15 +82,9 @@ def train(cfg):
     seed_everything(cfg.seed)
 
     # --- data and reward ---
-    embedded = cfg.data == "toy"
     model, tokenizer = load_policy(cfg.model, cfg.device)
     reward = load_reward(cfg.reward) if cfg.reward else None
-    train_rows, eval_rows = data.train_and_eval_rows(
-        cfg, partial(toy.prompts, cfg.toy_rows), partial(toy.prompts, cfg.eval_prompts))
-    room = cfg.max_len - cfg.max_new_tokens  # for the prompt
-    prompts = data.encode_prompts(train_rows, tokenizer, room, readable(reward))
-    held_out = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, room)
-    data.show_masks([(prompts[0][0], [0] * len(prompts[0][0]))], tokenizer)
+    prompts, held_out = rl_prompts(cfg, tokenizer, reward)
 
     # --- the four models, and the sampler over the policy's own tensors ---
     reference = (load_policy(cfg.ref_model, cfg.device)[0].requires_grad_(False)
@@ -108,53 +94,24 @@ def train(cfg):
         critic = copy.deepcopy(reward).requires_grad_(True)
     else:
         critic, _ = load_scorer(cfg.model, cfg.device)  # the policy's trunk under a head of zeros
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-        critic.gradient_checkpointing_enable()
-    model.train(), critic.train()
+    optimizer, scaler = trainable(model, cfg.lr, cfg)
+    critic_optimizer, critic_scaler = trainable(critic, cfg.critic_lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    optimizer = adamw(model, cfg.lr, cfg.weight_decay)
-    critic_optimizer = adamw(critic, cfg.critic_lr, cfg.weight_decay)
-    scaler, critic_scaler = fp16_scaler(cfg), fp16_scaler(cfg)
     state = dict(model=model, critic=critic, optimizer=optimizer, scaler=scaler,
                  critic_optimizer=critic_optimizer, critic_scaler=critic_scaler)
-    steps_per_epoch = -(-len(prompts) // cfg.batch_size)
-    total = cfg.max_steps or cfg.epochs * steps_per_epoch
-    kl_coef = cfg.kl_coef
-    run.start()
-    start = 0
-    if cfg.resume:
-        start, extra = run.restore(**state)
-        kl_coef = extra["kl_coef"]
+    start, extra = run.start(**state)
+    kl_coef = extra.get("kl_coef", cfg.kl_coef)
 
     # --- training ---
-    bar = tqdm(range(start, total), initial=start, total=total, desc="ppo")
-    for step in bar:
-        # 1. Answer the prompts of this iteration and score the answers.
-        epoch, i = divmod(step, steps_per_epoch)
-        order = data.epoch_order(len(prompts), cfg.seed, epoch)
-        asked = [prompts[j] for j in order[i * cfg.batch_size: (i + 1) * cfg.batch_size]]
-        sampling = [SamplingParams(n=cfg.group_size, temperature=cfg.temperature,
-                                   max_new_tokens=cfg.max_new_tokens,
-                                   seed=derive_seed(cfg.seed, step, j)) for j in range(len(asked))]
-        sampler.sync()
-        completions = sampler.generate([ids for ids, _ in asked], sampling)
-        rollout = lay_out(completions, cfg.device)
-        with torch.no_grad(), autocast(cfg.device, cfg.dtype):
-            rollout.scores = judge(rollout, completions, asked, reward, cfg.micro_tokens)  # (B,)
-            rollout.old_logp, entropy = score_tokens(model, rollout, cfg.temperature,
-                                                     cfg.micro_tokens)
-            rollout.ref_logp, _ = score_tokens(reference, rollout, cfg.temperature,
-                                               cfg.micro_tokens)
-            rollout.values = torch.cat([token_values(critic, part)
-                                        for part in rollout.split(cfg.micro_tokens)])
-        metrics = rollout_metrics(rollout, entropy)
+    for step, picked in run.steps(len(prompts), start):
+        # 1. Answer the prompts of this iteration, score the answers, and ask the critic.
+        rollout, metrics, completions = roll_out(cfg, step, [prompts[i] for i in picked], sampler,
+                                                 reward, model, reference)
         if step == start:
             warn_if_hopeless(completions, cfg.max_new_tokens, reward)
-        for name, values in evaluate.right_answers(asked, completions, embedded).items():
-            metrics[name] = evaluate.mean([v for v in values if v is not None])
-        judged = ~rollout.scores.isnan()
-        rollout.loss_mask = rollout.loss_mask * judged[rollout.row]  # abstained: not trained on
+        with torch.no_grad(), autocast(cfg.device, cfg.dtype):
+            rollout.values = torch.cat([token_values(critic, part)
+                                        for part in rollout.split(cfg.micro_tokens)])  # (N,)
         mask = rollout.loss_mask
 
         # 2. Rewards per token: the KL penalty everywhere, the score where the answer ends.
@@ -172,63 +129,49 @@ def train(cfg):
                                                                  mask))
 
         # 3. Improve policy and critic on them, each with its own optimiser.
-        lr = lr_at(step, total, cfg.lr, cfg.warmup_ratio)
-        critic_lr = lr_at(step, total, cfg.critic_lr, cfg.warmup_ratio)
-        train_policy, updates = step >= cfg.critic_warmup, 0
-        for inner in range(cfg.inner_epochs):
-            shuffled = data.epoch_order(len(rollout), derive_seed(cfg.seed, step), inner)
-            size = -(-len(rollout) // cfg.mini_batches)
-            for at in range(0, len(shuffled), size):
-                mini = rollout.select(shuffled[at: at + size])
-                mini.loss_mask = token_weights(mini.loss_mask, mini.cu_seqlens, "token")
-                stats = {}
-                for part in mini.split(cfg.micro_tokens):
-                    with autocast(cfg.device, cfg.dtype):
-                        logp, _ = token_logprobs(model, part, cfg.temperature)
-                        values = token_values(critic, part)
-                    weight = part.loss_mask
-                    if cfg.tis_cap:
-                        weight = weight * importance_weights(part.old_logp, part.sampler_logp,
-                                                             part.loss_mask, cfg.tis_cap)
-                    loss = ppo_policy_loss(logp, part.old_logp, part.advantages, weight,
-                                           cfg.clip_eps_low, cfg.clip_eps_high,
-                                           cfg.dual_clip or None)
-                    critic_loss = value_loss(values, part.values, part.returns, part.loss_mask,
-                                             cfg.value_clip or None)
-                    if train_policy:
-                        scaler.scale(loss).backward()
-                    critic_scaler.scale(critic_loss).backward()
-                    found = ppo_stats(logp.detach(), part.old_logp, part.advantages,
-                                      part.loss_mask, cfg.clip_eps_low, cfg.clip_eps_high)
-                    found |= {"loss": loss.item(), "value_loss": critic_loss.item()}
-                    stats = add_stats(stats, found)
-                stats["grad_norm"] = float("nan")
+        lr = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
+        critic_lr = lr_at(step, run.total, cfg.critic_lr, cfg.warmup_ratio)
+        train_policy, updates = step >= cfg.critic_warmup, []
+        for mini in mini_batches(rollout, cfg, step):
+            # Divided once, before the micro-batches are cut: a mean over the tokens.
+            mini.loss_mask = token_weights(mini.loss_mask, mini.cu_seqlens, "token")
+            stats = {}
+            for part in mini.split(cfg.micro_tokens):
+                with autocast(cfg.device, cfg.dtype):
+                    logp, _ = token_logprobs(model, part, cfg.temperature)
+                    values = token_values(critic, part)
+                weight = part.loss_mask
+                if cfg.tis_cap:  # the sampler is not quite the trainer
+                    weight = weight * importance_weights(part.old_logp, part.sampler_logp, weight,
+                                                         cfg.tis_cap)
+                loss = ppo_policy_loss(logp, part.old_logp, part.advantages, weight,
+                                       cfg.clip_eps_low, cfg.clip_eps_high, cfg.dual_clip or None)
+                critic_loss = value_loss(values, part.values, part.returns, part.loss_mask,
+                                         cfg.value_clip or None)
                 if train_policy:
-                    stats["grad_norm"] = optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
-                stats["critic_grad_norm"] = optimizer_step(critic_optimizer, critic_lr,
-                                                           cfg.grad_clip, critic_scaler)
-                if updates == 0:  # before any update the ratio must be 1
-                    metrics["ratio_max"] = float(stats["ratio_max"])
-                updates += 1
-                for name in ("loss", "value_loss", "grad_norm", "critic_grad_norm", "approx_kl",
-                             "clip_frac", "ratio_mean"):
-                    mean = metrics.get(name, 0.0)
-                    metrics[name] = mean + (float(stats[name]) - mean) / updates
+                    scaler.scale(loss).backward()
+                critic_scaler.scale(critic_loss).backward()
+                stats = add_stats(stats, {"loss": loss.item(), "value_loss": critic_loss.item()}
+                                  | ppo_stats(logp, part.old_logp, part.advantages, part.loss_mask,
+                                              cfg.clip_eps_low, cfg.clip_eps_high))
+            stats["grad_norm"] = (optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
+                                  if train_policy else float("nan"))
+            stats["critic_grad_norm"] = optimizer_step(critic_optimizer, critic_lr, cfg.grad_clip,
+                                                       critic_scaler)
+            updates.append(stats)
+        metrics |= mean_stats(updates)
         if cfg.kl_target:
             kl_coef = adaptive_kl(kl_coef, metrics["kl_sequence"], cfg.kl_target, cfg.kl_horizon,
                                   len(rollout))
         metrics |= {"lr": lr, "tokens_per_s": run.speed(len(rollout.input_ids))}
 
         # 4. Evaluate on held-out prompts, and keep a resume point.
-        last = step + 1 == total
-        if last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0):
-            found, answers = evaluate.answer(
-                sampler, held_out,
-                SamplingParams(max_new_tokens=cfg.max_new_tokens, seed=cfg.seed), embedded)
+        if run.due(step, cfg.eval_every):
+            found, samples = evaluate.held_out_answers(sampler, held_out, cfg)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
-            run.samples(step + 1, evaluate.sample_rows(held_out, answers))
-        bar.set_postfix(run.log(step + 1, metrics), refresh=False)
-        if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
+            run.samples(step + 1, samples)
+        run.log(step + 1, metrics)
+        if run.due(step, cfg.save_every):
             run.save(step + 1, {"kl_coef": kl_coef}, **state)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))

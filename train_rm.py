@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from tqdm import tqdm
 
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import bradley_terry_loss
 from nanorlhf.model import autocast, load_policy, load_scorer, save_model, sequence_scores
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (
-    Common, Run, adamw, flag, fp16_scaler, lr_at, main, optimizer_step, seed_everything,
+    Common, Run, flag, lr_at, main, optimizer_step, seed_everything, trainable,
 )
 
 
@@ -46,9 +45,7 @@ def train(cfg):
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     scorer, tokenizer = load_scorer(cfg.model, cfg.device)
-    sampler = None
-    if cfg.data == "toy":
-        sampler = Sampler(*load_policy(cfg.model, cfg.device))
+    sampler = Sampler(*load_policy(cfg.model, cfg.device)) if cfg.data == "toy" else None
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
         partial(toy.pairs, cfg.eval_rows, sampler=sampler, noise=False))
@@ -56,25 +53,15 @@ def train(cfg):
     held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, cfg.max_len)
     data.show_masks(list(pairs[0]), tokenizer, n=2)
 
-    # --- model and optimiser ---
-    if cfg.gradient_checkpointing:
-        scorer.gradient_checkpointing_enable()
-    scorer.train()
-    optimizer, scaler = adamw(scorer, cfg.lr, cfg.weight_decay), fp16_scaler(cfg)
-    steps_per_epoch = -(-len(pairs) // cfg.batch_size)
-    total = cfg.max_steps or cfg.epochs * steps_per_epoch
-    run.start()
-    start, _ = (run.restore(model=scorer, optimizer=optimizer, scaler=scaler)
-                if cfg.resume else (0, None))
+    # --- optimiser ---
+    optimizer, scaler = trainable(scorer, cfg.lr, cfg)
+    state = dict(model=scorer, optimizer=optimizer, scaler=scaler)
+    start, _ = run.start(**state)
 
     # --- training ---
-    bar = tqdm(range(start, total), initial=start, total=total, desc="rm")
-    for step in bar:
-        epoch, i = divmod(step, steps_per_epoch)
-        order = data.epoch_order(len(pairs), cfg.seed, epoch)
-        picked = order[i * cfg.batch_size: (i + 1) * cfg.batch_size]
-        batch = data.Batch.from_rows([row for j in picked for row in pairs[j]]).to(cfg.device)
-        margin = torch.tensor([margins[j] for j in picked], device=cfg.device)  # (P,)
+    for step, picked in run.steps(len(pairs), start):
+        batch = data.Batch.from_rows([row for i in picked for row in pairs[i]]).to(cfg.device)
+        margin = torch.tensor([margins[i] for i in picked], device=cfg.device)  # (P,)
         metrics = dict.fromkeys(("loss", "accuracy", "reward_chosen", "reward_rejected"), 0.0)
         done = 0
         for part in batch.split(cfg.micro_tokens, unit=2):  # a pair stays together
@@ -89,22 +76,21 @@ def train(cfg):
             metrics["reward_chosen"] += chosen.sum().item() / len(picked)
             metrics["reward_rejected"] += rejected.sum().item() / len(picked)
         metrics["margin"] = metrics["reward_chosen"] - metrics["reward_rejected"]
-        metrics["lr"] = lr_at(step, total, cfg.lr, cfg.warmup_ratio)
+        metrics["lr"] = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
         metrics["tokens_per_s"] = run.speed(len(batch.input_ids))
 
         # --- evaluation on held-out pairs, and a resume point ---
-        last = step + 1 == total
-        if last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0):
+        if run.due(step, cfg.eval_every):
             found, scores = evaluate.rank(scorer, held_out, cfg.micro_tokens, cfg.device)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
             run.samples(step + 1, [
                 {"response": tokenizer.decode(row[0]), "score": float(score), "preferred": side}
                 for pair, pair_scores in zip(held_out[:3], scores)
                 for row, score, side in zip(pair, pair_scores, ("chosen", "rejected"))])
-        bar.set_postfix(run.log(step + 1, metrics), refresh=False)
-        if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
-            run.save(step + 1, model=scorer, optimizer=optimizer, scaler=scaler)
+        run.log(step + 1, metrics)
+        if run.due(step, cfg.save_every):
+            run.save(step + 1, **state)
 
     # Mean and spread of the held-out scores travel in config.json: PPO rewards are normalised by
     # them, plain transformers ignores them.

@@ -17,14 +17,12 @@ What to expect on the embedded world: EXPECTED
 from dataclasses import dataclass
 from functools import partial
 
-from tqdm import tqdm
-
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import sft_loss, token_weights
 from nanorlhf.model import DTYPES, autocast, load_policy, save_model, token_logprobs
-from nanorlhf.sampler import Sampler, SamplingParams
+from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (
-    Common, Run, adamw, flag, fp16_scaler, lr_at, main, optimizer_step, seed_everything,
+    Common, Run, flag, lr_at, main, optimizer_step, seed_everything, trainable,
 )
 
 
@@ -33,7 +31,7 @@ class Config(Common):
     out: str = flag("runs/sft", "run folder that is written")
     lr: float = flag(3e-3, "peak learning rate; 1e-5 to 2e-5 for a real model")
     batch_size: int = flag(16, "rows of one optimiser step")
-    toy_rows: int = flag(16000, "training rows drawn from the embedded world")
+    toy_rows: int = flag(18000, "training rows drawn from the embedded world")
     eval_prompts: int = flag(128, "held-out prompts answered at each evaluation")
     eval_every: int = flag(250, "steps between evaluations; 0: only at the end")
     save_every: int = flag(250, "steps between checkpoints; 0: none")
@@ -53,26 +51,15 @@ def train(cfg):
     prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, cfg.max_len)
     data.show_masks(rows[:1], tokenizer)
 
-    # --- model, sampler and optimiser ---
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    model.train()
+    # --- optimiser, and a sampler over the model's own tensors ---
+    optimizer, scaler = trainable(model, cfg.lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    sampling = SamplingParams(max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
-    optimizer, scaler = adamw(model, cfg.lr, cfg.weight_decay), fp16_scaler(cfg)
-    steps_per_epoch = -(-len(rows) // cfg.batch_size)
-    total = cfg.max_steps or cfg.epochs * steps_per_epoch
-    run.start()
-    start, _ = (run.restore(model=model, optimizer=optimizer, scaler=scaler)
-                if cfg.resume else (0, None))
+    state = dict(model=model, optimizer=optimizer, scaler=scaler)
+    start, _ = run.start(**state)
 
     # --- training ---
-    bar = tqdm(range(start, total), initial=start, total=total, desc="sft")
-    for step in bar:
-        epoch, i = divmod(step, steps_per_epoch)
-        order = data.epoch_order(len(rows), cfg.seed, epoch)
-        chosen = order[i * cfg.batch_size: (i + 1) * cfg.batch_size]
-        batch = data.Batch.from_rows([rows[j] for j in chosen]).to(cfg.device)
+    for step, picked in run.steps(len(rows), start):
+        batch = data.Batch.from_rows([rows[i] for i in picked]).to(cfg.device)
         # One division by the tokens of the whole step: micro-batches never change the gradient.
         batch.loss_mask = token_weights(batch.loss_mask, batch.cu_seqlens, "token")
         loss = 0.0
@@ -82,23 +69,21 @@ def train(cfg):
                 part_loss = sft_loss(logp, part.loss_mask)
             scaler.scale(part_loss).backward()
             loss += part_loss.item()
-        lr = lr_at(step, total, cfg.lr, cfg.warmup_ratio)
+        lr = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         norm = optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
         metrics = {"loss": loss, "lr": lr, "grad_norm": norm,
                    "tokens_per_s": run.speed(len(batch.input_ids))}
 
         # --- evaluation on held-out rows, and a resume point ---
-        last = step + 1 == total
-        if last or (cfg.eval_every and (step + 1) % cfg.eval_every == 0):
+        if run.due(step, cfg.eval_every):
             metrics["eval_loss"] = evaluate.held_out_loss(model, held_out, cfg.micro_tokens,
                                                           cfg.device)
-            found, completions = evaluate.answer(sampler, prompts, sampling,
-                                                 cfg.data == "toy")
+            found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
             metrics |= found
-            run.samples(step + 1, evaluate.sample_rows(prompts, completions))
-        bar.set_postfix(run.log(step + 1, metrics), refresh=False)
-        if last or (cfg.save_every and (step + 1) % cfg.save_every == 0):
-            run.save(step + 1, model=model, optimizer=optimizer, scaler=scaler)
+            run.samples(step + 1, samples)
+        run.log(step + 1, metrics)
+        if run.due(step, cfg.save_every):
+            run.save(step + 1, **state)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

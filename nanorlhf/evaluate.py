@@ -18,10 +18,9 @@ import torch
 from nanorlhf import data, toy
 from nanorlhf.losses import bradley_terry_loss, sft_loss
 from nanorlhf.model import (
-    is_scorer, load_policy, load_scorer, load_tokenizer, sequence_scores, token_logprobs,
+    is_scorer, load_policy, load_reward_model, load_scorer, sequence_scores, token_logprobs,
 )
-from nanorlhf.rewards import call_reward, math_reward
-from nanorlhf.rollout import lay_out, model_scores
+from nanorlhf.rollout import lay_out, mean, model_scores, right_answers
 from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import flag, main, seed_everything, writable
 
@@ -32,18 +31,9 @@ def pass_at_k(n, right, k):
     return 1.0 - comb(n - right, k) / comb(n, k)
 
 
-def right_answers(prompts, completions, embedded):
-    """{name: list of 0/1/None}: what can be said about each answer without a model."""
-    columns = [prompts[c.prompt_index][1] for c in completions]
-    texts, questions = [c.text for c in completions], [row["prompt"] for row in columns]
-    if embedded:
-        reasons = [c.finish_reason for c in completions]
-        return {"gold_score": toy.gold_reward(questions, texts, finish_reasons=reasons),
-                "worked_share": [float(toy.is_worked(text)) for text in texts]}
-    if all("answer" in row for row in columns):
-        answers = [row["answer"] for row in columns]
-        return {"accuracy": call_reward(math_reward, questions, texts, answer=answers)}
-    return {}
+def doublings(n):
+    """1, 2, 4, ... up to n."""
+    return [2**i for i in range(n.bit_length())]
 
 
 def answer(sampler, prompts, params, embedded=False):
@@ -57,24 +47,23 @@ def answer(sampler, prompts, params, embedded=False):
     for name, values in right_answers(prompts, completions, embedded).items():
         metrics[name] = mean([v for v in values if v is not None])
         if params.n > 1 and name != "worked_share":
-            right = [sum(v or 0 for v in values[i: i + params.n])
+            right = [int(sum(v or 0 for v in values[i: i + params.n]))
                      for i in range(0, len(values), params.n)]
-            k = 1
-            while k <= params.n:
-                metrics[f"pass@{k}"] = mean([pass_at_k(params.n, int(r), k) for r in right])
-                k *= 2
+            for k in doublings(params.n):
+                metrics[f"pass@{k}"] = mean([pass_at_k(params.n, r, k) for r in right])
     return metrics, completions
 
 
-def mean(values):
-    return sum(values) / len(values) if values else float("nan")
-
-
-def sample_rows(prompts, completions, scores=None, count=4):
-    """What samples.jsonl keeps of a few answers."""
-    return [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
-             "score": None if scores is None else float(scores[i]), "finish": c.finish_reason}
-            for i, c in enumerate(completions[:count])]
+def held_out_answers(sampler, prompts, config):
+    """(metrics, four rows for samples.jsonl): what the training scripts evaluate a policy by."""
+    params = SamplingParams(max_new_tokens=config.max_new_tokens, seed=config.seed)
+    embedded = config.data == "toy"
+    metrics, completions = answer(sampler, prompts, params, embedded)
+    shown = completions[:4]
+    scores = next(iter(right_answers(prompts, shown, embedded).values()), [None] * len(shown))
+    return metrics, [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
+                      "score": score, "finish": c.finish_reason}
+                     for c, score in zip(shown, scores)]
 
 
 @torch.no_grad()
@@ -118,12 +107,10 @@ def best_of(prompts, completions, scores, n, embedded):
     """{k: right share when the answer with the highest score among the first k is given}; empty if
     nothing tells which answers are right."""
     values = next(iter(right_answers(prompts, completions, embedded).values()), [])
-    table, k = {}, 1
-    while values and k <= n:
-        picks = [max(range(i, i + k), key=lambda j: float(scores[j]))
-                 for i in range(0, len(values), n)]
+    table, scores = {}, scores.tolist()
+    for k in doublings(n) if values else []:
+        picks = [max(range(i, i + k), key=scores.__getitem__) for i in range(0, len(values), n)]
         table[k] = mean([values[j] or 0.0 for j in picks])
-        k *= 2
     return table
 
 
@@ -149,10 +136,7 @@ class Config:
 def evaluate(cfg):
     out = None if cfg.out == "-" else writable(cfg.out)
     seed_everything(cfg.seed)
-    if is_scorer(load_tokenizer(cfg.model)[1]):
-        metrics = evaluate_scorer(cfg)
-    else:
-        metrics = evaluate_policy(cfg)
+    metrics = evaluate_scorer(cfg) if is_scorer(cfg.model) else evaluate_policy(cfg)
     width = max(map(len, metrics))
     for name, value in metrics.items():
         print(f"{name:<{width}}  {value:.4f}")
@@ -162,6 +146,8 @@ def evaluate(cfg):
 
 def evaluate_policy(cfg):
     model, tokenizer = load_policy(cfg.model, cfg.device)
+    if cfg.reward_model:
+        scorer = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
     embedded = cfg.data == "toy"
     rows = toy.prompts(cfg.limit, split="eval") if embedded else data.load_rows(cfg.data)
     prompts = data.encode_prompts(rows[: cfg.limit], tokenizer, cfg.max_len)
@@ -169,7 +155,6 @@ def evaluate_policy(cfg):
                             max_new_tokens=cfg.max_new_tokens)
     metrics, completions = answer(Sampler(model, tokenizer), prompts, params, embedded)
     if cfg.reward_model:
-        scorer, _ = load_scorer(cfg.reward_model, cfg.device)
         scores = model_scores(scorer, lay_out(completions, cfg.device), cfg.micro_tokens)
         metrics["score"] = float(scores.mean())
         for k, value in best_of(prompts, completions, scores, cfg.n, embedded).items():

@@ -39,8 +39,7 @@ class Config:
 
 
 def generate(cfg):
-    given = [bool(cfg.prompt), bool(cfg.prompts), cfg.interactive]
-    if sum(given) != 1:
+    if [bool(cfg.prompt), bool(cfg.prompts), cfg.interactive].count(True) != 1:
         raise UserError("give one of --prompt, --prompts and --interactive")
     out = None if cfg.out == "-" else writable(cfg.out)
     seed_everything(cfg.seed)
@@ -53,8 +52,9 @@ def generate(cfg):
     opening = [{"role": "system", "content": cfg.system}] if cfg.system else []
     if cfg.interactive:
         return converse(sampler, tokenizer, params, opening)
-    prompts = data.encode_prompts([add_system(row, opening) for row in rows], tokenizer,
-                                  cfg.max_len)
+    if opening:
+        rows = [{"messages": opening + data.to_prompt(row)[0]} for row in rows]
+    prompts = data.encode_prompts(rows, tokenizer, cfg.max_len)
     completions = sampler.generate([ids for ids, _ in prompts], params, progress=len(prompts) > 1)
     answers = [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
                 "finish": c.finish_reason, "tokens": len(c.token_ids),
@@ -78,13 +78,6 @@ def read_prompts(cfg):
         raise UserError(f"no file {cfg.prompts}")
     lines = [line.strip() for line in Path(cfg.prompts).read_text("utf-8-sig").splitlines()]
     return [{"prompt": line} for line in lines if line]
-
-
-def add_system(row, opening):
-    if not opening:
-        return row
-    messages, _ = data.to_prompt(row)
-    return {"messages": opening + messages}
 
 
 def converse(sampler, tokenizer, params, opening):

@@ -154,10 +154,10 @@ class FusedLogprobs(torch.autograd.Function):
             if for_bias:
                 d_bias[words] += z.sum(0, dtype=lse.dtype)
             if for_weight:
-                if rows.start == 0:  # an fp32 sum for these words alone: d_weight may be bf16
-                    dw = torch.zeros_like(w, dtype=lse.dtype)
+                if rows.start == 0:  # the sum for these words is kept in fp32, d_weight may not be
+                    dw = d_weight[words].to(lse.dtype)
                 add_product(dw, z.T, x[rows])
-                if rows.stop == len(x):
+                if rows.stop == len(x) and dw.dtype != weight.dtype:
                     d_weight[words] = dw
         return d_hidden, d_weight, d_bias, None, None, None, None  # autograd casts to the inputs'
 
@@ -175,7 +175,7 @@ def row_functions(hidden, dtype):
 
 def fold(z, column, stats, temperature):
     """Bring stats (4, n), maximum and sums so far, up to date with the tile; spoils z."""
-    z = z.to(stats.dtype).div_(temperature)
+    z = z.to(stats.dtype) if temperature == 1 else z.to(stats.dtype).div_(temperature)
     top, total, moment, hit = stats  # views: written below
     found = ((column >= 0) & (column < z.shape[1])).nonzero()[:, 0]
     hit[found] = z[found, column[found]]
@@ -191,7 +191,8 @@ def fold(z, column, stats, temperature):
 def to_gradient(tile, column, stats, temperature, with_entropy):
     """Turn the tile into its gradient. stats (4, n): lse, entropy, g and g' over temperature."""
     lse, entropy, g, g_entropy = stats[:, :, None]  # (n, 1) each
-    z = tile.to(stats.dtype).div_(temperature).sub_(lse)  # the log-probs
+    z = tile.to(stats.dtype) if temperature == 1 else tile.to(stats.dtype).div_(temperature)
+    z -= lse  # now the log-probs
     if with_entropy:
         p = z.exp()
         z.clamp_(min=LOWEST).mul_(-g_entropy).sub_(g + g_entropy * entropy).mul_(p)
@@ -205,14 +206,13 @@ def to_gradient(tile, column, stats, temperature, with_entropy):
 if triton is not None:
 
     @triton.jit
-    def fold_kernel(z_ptr, stride, width, column_ptr, stats_ptr, N, temperature,
-                    BLOCK: tl.constexpr):
+    def fold_kernel(z_ptr, stride, width, column_ptr, stats_ptr, N, T, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)  # row * stride may pass 2^31
         z_ptr, stats_ptr = z_ptr + row * stride, stats_ptr + row
         top, total, moment = tl.load(stats_ptr), tl.load(stats_ptr + N), tl.load(stats_ptr + 2 * N)
         for left in range(0, width, BLOCK):
             at = left + tl.arange(0, BLOCK)
-            z = tl.load(z_ptr + at, at < width, -float("inf")).to(tl.float32) / temperature
+            z = tl.load(z_ptr + at, at < width, -float("inf")).to(tl.float32) / T
             peak = tl.maximum(top, tl.max(z))
             drop = top - peak
             e = tl.exp(z - peak)
@@ -225,10 +225,10 @@ if triton is not None:
         tl.store(stats_ptr + 2 * N, moment)
         column = tl.load(column_ptr + row)
         if (column >= 0) & (column < width):
-            tl.store(stats_ptr + 3 * N, tl.load(z_ptr + column).to(tl.float32) / temperature)
+            tl.store(stats_ptr + 3 * N, tl.load(z_ptr + column).to(tl.float32) / T)
 
     @triton.jit
-    def gradient_kernel(z_ptr, stride, width, column_ptr, stats_ptr, N, temperature,
+    def gradient_kernel(z_ptr, stride, width, column_ptr, stats_ptr, N, T,
                         with_entropy: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         z_ptr, stats_ptr = z_ptr + row * stride, stats_ptr + row
@@ -237,7 +237,7 @@ if triton is not None:
         column = tl.load(column_ptr + row)
         for left in range(0, width, BLOCK):
             at = left + tl.arange(0, BLOCK)
-            z = tl.load(z_ptr + at, at < width, -float("inf")).to(tl.float32) / temperature
+            z = tl.load(z_ptr + at, at < width, -float("inf")).to(tl.float32) / T
             p = tl.exp(z - lse)
             dz = tl.where(at == column, g, 0.0) - g * p
             if with_entropy:

@@ -43,7 +43,10 @@ def load_policy(path, device="cpu"):
     if path == "toy":
         model, tokenizer = toy.new_model(), toy.tokenizer()
     else:
-        tokenizer, _ = load_tokenizer(path)
+        tokenizer, config = read_folder(path)
+        if is_classifier(config):
+            raise UserError(f"{path} is a reward model, not a policy; give a policy's folder, such "
+                            "as runs/sft")
         model = load_weights(AutoModelForCausalLM, path)
     return prepare(model, path).to(device), tokenizer
 
@@ -60,21 +63,6 @@ def load_weights(model_class, path, new=(), **kwargs):
     return model
 
 
-def is_scorer(config):
-    return any("SequenceClassification" in name for name in config.architectures or [])
-
-
-def load_classifier(path):
-    """(tokenizer, model, whether its head is new) of a folder of any kind, as a reward model."""
-    tokenizer, config = load_tokenizer(path)
-    options = {} if is_scorer(config) else {"new": ["score.weight"], "num_labels": 1}
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        raise UserError(f"no reward model can be made of {path}: transformers has no "
-                        f"SequenceClassification class for {type(config).__name__}")
-    model = load_weights(AutoModelForSequenceClassification, path, **options)
-    return tokenizer, model, bool(options)
-
-
 def load_scorer(path, device="cpu"):
     """A reward model or critic from a reward model's folder, or made new from a policy's.
 
@@ -85,13 +73,19 @@ def load_scorer(path, device="cpu"):
         policy, tokenizer, fresh = toy.new_model(), toy.tokenizer(), True
         policy.config.num_labels = 1
         model = AutoModelForSequenceClassification.from_config(policy.config)
-        backbone(model).load_state_dict(backbone(policy).state_dict())
+        model.base_model.load_state_dict(policy.base_model.state_dict())
     else:
-        tokenizer, model, fresh = load_classifier(path)
+        tokenizer, config = read_folder(path)
+        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            raise UserError(f"no reward model can be made of {path}: transformers has no "
+                            f"SequenceClassification class for {type(config).__name__}")
+        fresh = not is_classifier(config)
+        options = {"new": ["score.weight"], "num_labels": 1} if fresh else {}
+        model = load_weights(AutoModelForSequenceClassification, path, **options)
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         raise UserError(f"{path} is a classifier with {model.config.num_labels} outputs, a reward "
                         "model has one; train one with train_rm.py")
-    model.config.get_text_config().pad_token_id = None  # the probe below reads one row at a time
+    model.config.get_text_config().pad_token_id = None  # the check reads one row at a time
     prepare(model, path)
     if fresh:
         nn.init.zeros_(model.score.weight)
@@ -100,8 +94,8 @@ def load_scorer(path, device="cpu"):
 
 
 def load_reward_model(path, tokenizer, device="cpu"):
-    """A trained reward model that reads this tokenizer's ids."""
-    if not is_scorer(load_tokenizer(path)[1]):
+    """A trained reward model that reads this tokenizer's ids, frozen."""
+    if not is_scorer(path):
         raise UserError(f"{path} is no reward model; `python train_rm.py --model {path}` makes one")
     scorer, own = load_scorer(path, device)
     words, known = own.get_vocab(), tokenizer.get_vocab()
@@ -111,7 +105,16 @@ def load_reward_model(path, tokenizer, device="cpu"):
     return scorer.requires_grad_(False).eval()
 
 
-def load_tokenizer(path):
+def is_scorer(path):
+    """Whether a folder or hub name holds a reward model rather than a policy."""
+    return is_classifier(read_folder(path)[1])
+
+
+def is_classifier(config):
+    return any("SequenceClassification" in name for name in config.architectures or [])
+
+
+def read_folder(path):
     """The tokenizer and config of a model folder or hub name, or one clear error."""
     if path == "toy":
         raise UserError("toy is a fresh model, which only the train scripts start from; give a "
@@ -142,49 +145,42 @@ def prepare(model, name):
         for key, value in list(vars(module).items()):  # OPT calls F.dropout with such a number
             if "drop" in key and isinstance(value, float):
                 setattr(module, key, 0.0)
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
     try:
-        if kinds - {"full_attention", "sliding_attention"}:
-            raise ValueError(f"it has layers of kind {', '.join(sorted(kinds))}")
-        model.set_attn_implementation("eager")
-        theirs = probe(model.eval(), packed=False)
-        model.set_attn_implementation("nanorlhf")
-        if model.config._attn_implementation != "nanorlhf":
-            raise ValueError("its class computes attention by itself")
-        ours = probe(model, packed=True)
+        check(model.eval())
     except (ValueError, TypeError) as error:
         raise UserError(f"{name} ({type(model).__name__}) is not supported: {error}") from None
-    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
-        raise UserError(f"{name} ({type(model).__name__}) is not supported: it computes something "
-                        "outside nanorlhf's attention and head; two packed sequences give other "
-                        f"numbers than each alone (off by {(ours - theirs).abs().max():.1e})")
     return model
 
 
 @torch.no_grad()
-def probe(model, packed):
-    """Outputs for two short sequences, packed through our code or each alone through transformers'.
+def check(model):
+    """Two short sequences packed through our code must come out as each alone in transformers'.
 
-    Equal outputs show that the model hands our layout to every layer, has no layers without
-    attention (linear attention, convolutions), and no scaling of its logits that we lack.
+    That shows that the model hands our layout to every layer, has no layers without attention
+    (linear attention, convolutions), and does nothing to its logits that we lack.
     """
-    size = model.get_input_embeddings().num_embeddings
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"it has layers of kind {', '.join(sorted(kinds))}")
+    size, theirs = model.get_input_embeddings().num_embeddings, []
     rows = [[i % size for i in ids] for ids in (range(3, 8), range(5, 17))]
-    policy = model.get_output_embeddings() is not None
-    if packed:
-        batch = Batch.from_rows([(ids, [1] * len(ids)) for ids in rows])
-        batch = batch.to(next(model.parameters()).device)
-        if policy:
-            return token_logprobs(model, batch)[0][batch.loss_mask > 0]
-        return sequence_scores(model, batch)
-    device, outputs = next(model.parameters()).device, []
-    for ids in rows:
-        ids = torch.tensor([ids], device=device)
-        logits = model(input_ids=ids, use_cache=False).logits.float()
-        if policy:
-            logits = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
-        outputs.append(logits.flatten())
-    return torch.cat(outputs)
+    is_policy = model.get_output_embeddings() is not None
+    model.set_attn_implementation("eager")
+    for ids in torch.tensor([rows[0]]), torch.tensor([rows[1]]):  # (1, T)
+        out = model(input_ids=ids, use_cache=False).logits.float()
+        if is_policy:
+            out = out[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+        theirs.append(out.flatten())
+    model.set_attn_implementation("nanorlhf")
+    if model.config._attn_implementation != "nanorlhf":
+        raise ValueError("its class computes attention by itself")
+    batch = Batch.from_rows([(ids, [1] * len(ids)) for ids in rows])
+    ours = (token_logprobs(model, batch)[0][batch.loss_mask > 0] if is_policy
+            else sequence_scores(model, batch))
+    off = (ours - torch.cat(theirs)).abs().max()
+    if not torch.allclose(ours, torch.cat(theirs), rtol=1e-3, atol=1e-3):
+        raise ValueError("it computes something outside nanorlhf's attention and head; two packed "
+                         f"sequences give other numbers than each alone (off by {off:.1e})")
 
 
 def distinct_pad(model, tokenizer):
@@ -246,14 +242,9 @@ def autocast(device, dtype):
 # --- forward passes -------------------------------------------------------------------------------
 
 
-def backbone(model):
-    """The trunk below the head."""
-    return model.base_model
-
-
 def hidden_states(model, batch):
     """(N, H) last hidden states of a packed batch."""
-    return backbone(model)(
+    return model.base_model(
         input_ids=batch.input_ids[None], position_ids=batch.position_ids[None], use_cache=False,
         layout=packed_layout(batch.cu_seqlens),
     ).last_hidden_state[0]
@@ -269,8 +260,8 @@ def token_logprobs(policy, batch, temperature=1.0):
     hidden = hidden_states(policy, batch).index_select(0, kept)  # (M, H)
     head, config = policy.get_output_embeddings(), policy.config.get_text_config()
     # Cohere multiplies its logits by a constant, Granite divides: fold it into the hidden state.
-    scale = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None)
-                                                           or 1.0)
+    scale = getattr(config, "logit_scale", None) or 1.0
+    scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
     logp, entropy = logprob.token_logprobs(
         hidden * scale if scale != 1.0 else hidden, head.weight, batch.input_ids[kept + 1],
         temperature, bias=head.bias, softcap=getattr(config, "final_logit_softcapping", None),

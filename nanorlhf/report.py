@@ -17,7 +17,13 @@ import matplotlib
 matplotlib.use("Agg")  # no screen needed
 import matplotlib.pyplot as plt
 
+from nanorlhf import data, evaluate, toy
+from nanorlhf.model import is_scorer, load_policy, load_reward_model
+from nanorlhf.rollout import lay_out, model_scores, score_tokens
+from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import UserError, read_jsonl, run_script
+
+MICRO_TOKENS = 16384
 
 PANELS = [  # title, metric names: whichever of them a run has is drawn
     ("loss", ["loss", "eval_loss"]),
@@ -70,9 +76,7 @@ def curves(folders, path):
         axis.legend(fontsize=6)
     for axis in list(axes.flat)[len(used):]:
         axis.axis("off")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    finish(figure, path)
 
 
 # --- what the methods made of one start model (embedded world) ------------------------------------
@@ -80,46 +84,33 @@ def curves(folders, path):
 
 def measure(policy, tokenizer, base, prompts, max_new_tokens):
     """Numbers of one policy on held-out prompts, with its KL from the base model per answer."""
-    from nanorlhf import evaluate
-    from nanorlhf.rollout import lay_out, rollout_metrics, score_tokens
-    from nanorlhf.sampler import Sampler, SamplingParams
-
     params = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
     found, completions = evaluate.answer(Sampler(policy, tokenizer), prompts, params, embedded=True)
-    rollout = lay_out(completions)
-    rollout.old_logp, entropy = score_tokens(policy, rollout, 1.0, 16384)
-    rollout.ref_logp, _ = score_tokens(base, rollout, 1.0, 16384)
-    rollout.scores = rollout.sampler_logp.new_full((len(rollout),), math.nan)
-    return found | {"kl": rollout_metrics(rollout, entropy)["kl_sequence"]}
+    batch = lay_out(completions)
+    logp, base_logp = (score_tokens(model, batch, 1.0, MICRO_TOKENS)[0]
+                       for model in (policy, base))
+    return found | {"kl": float((logp - base_logp).sum()) / len(batch)}
 
 
 def compare(args):
-    """(rows of the table, best-of-n curve [(KL, gold score)], pair accuracy or None)."""
-    from nanorlhf import data, evaluate, toy
-    from nanorlhf.model import is_scorer, load_policy, load_scorer, load_tokenizer
-    from nanorlhf.rollout import lay_out, model_scores
-    from nanorlhf.sampler import Sampler, SamplingParams
-
+    """({run: numbers}, best-of-n curve [(KL, gold score, n)], pair accuracy or None)."""
     base, tokenizer = load_policy(args.base)
     prompts = data.encode_prompts(toy.prompts(args.limit, split="eval"), tokenizer, 512)
-    table, best, accuracy = {}, [], None
-    for folder in args.runs:
-        if not is_scorer(load_tokenizer(str(folder))[1]):
-            table[folder.name] = measure(load_policy(str(folder))[0], tokenizer, base, prompts,
-                                         args.max_new_tokens)
-    if args.reward_model:
-        scorer, _ = load_scorer(args.reward_model)
-        sampler = Sampler(base, tokenizer)
-        pairs, _ = data.encode_pairs(toy.pairs(400, split="eval", sampler=sampler, noise=False),
-                                     tokenizer, 512)
-        accuracy = evaluate.rank(scorer, pairs)[0]["accuracy"]
-        params = SamplingParams(n=args.n, max_new_tokens=args.max_new_tokens, seed=0)
-        completions = sampler.generate([ids for ids, _ in prompts], params)
-        scores = model_scores(scorer, lay_out(completions), 16384)
-        for k, gold in evaluate.best_of(prompts, completions, scores, args.n, True).items():
-            # KL of best-of-k from the base: Stiennon et al. 2020, appendix G.3
-            best.append((math.log(k) - (k - 1) / k, gold, k))
-    return table, best, accuracy
+    table = {folder.name: measure(load_policy(str(folder))[0], tokenizer, base, prompts,
+                                  args.max_new_tokens)
+             for folder in args.runs if not is_scorer(str(folder))}
+    if not args.reward_model:
+        return table, [], None
+    scorer, sampler = load_reward_model(args.reward_model, tokenizer), Sampler(base, tokenizer)
+    pairs, _ = data.encode_pairs(toy.pairs(400, split="eval", sampler=sampler, noise=False),
+                                 tokenizer, 512)
+    params = SamplingParams(n=args.n, max_new_tokens=args.max_new_tokens, seed=0)
+    completions = sampler.generate([ids for ids, _ in prompts], params)
+    scores = model_scores(scorer, lay_out(completions), MICRO_TOKENS)
+    # KL of best-of-k from the base: Stiennon et al. 2020, appendix G.3
+    best = [(math.log(k) - (k - 1) / k, gold, k) for k, gold in
+            evaluate.best_of(prompts, completions, scores, args.n, True).items()]
+    return table, best, evaluate.rank(scorer, pairs)[0]["accuracy"]
 
 
 def distance_picture(args, table, best, path):
@@ -131,18 +122,22 @@ def distance_picture(args, table, best, path):
         for kl, gold, k in best:
             axis.annotate(str(k), (kl, gold), (3, -9), textcoords="offset points", fontsize=7)
     for number, folder in enumerate(args.runs):
-        if folder.name not in table:
-            continue
-        rows = [row for row in read_jsonl(folder / "metrics.jsonl")
-                if "kl_sequence" in row and "eval_gold_score" in row]
-        axis.plot([row["kl_sequence"] for row in rows], [row["eval_gold_score"] for row in rows],
-                  "-", color=f"C{number}", alpha=0.5)
-        axis.plot(table[folder.name]["kl"], table[folder.name]["gold_score"], "o",
-                  color=f"C{number}", label=folder.name)
+        if folder.name in table:
+            rows = [row for row in read_jsonl(folder / "metrics.jsonl")
+                    if "kl_sequence" in row and "eval_gold_score" in row]
+            colour = f"C{number}"
+            axis.plot(points(rows, "kl_sequence")[1], points(rows, "eval_gold_score")[1], "-",
+                      color=colour, alpha=0.5)
+            axis.plot(table[folder.name]["kl"], table[folder.name]["gold_score"], "o",
+                      color=colour, label=folder.name)
     axis.set_xlabel("KL from the base model, nats per answer")
     axis.set_ylabel("gold score, held-out questions")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
+    finish(figure, path)
+
+
+def finish(figure, path):
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -158,8 +153,7 @@ def markdown(table, best, accuracy):
     for kl, gold, k in best[1:]:
         lines.append(f"| best-of-{k} | {gold:.2f} | | | | {kl:.2f} |")
     if accuracy is not None:
-        lines.append(f"\nReward model: {100 * accuracy:.1f} % of noise-free on-policy pairs ranked "
-                     "right.")
+        lines += ["", f"Reward model: {accuracy:.1%} of noise-free on-policy pairs ranked right."]
     return "\n".join(lines) + "\n"
 
 
@@ -171,14 +165,15 @@ def report(args):
             raise UserError(f"{folder} is no run folder: it has no metrics.jsonl")
     args.out.mkdir(parents=True, exist_ok=True)
     curves(args.runs, args.out / "curves.png")
-    written = [args.out / "curves.png"]
+    names = ["curves.png"]
     if args.base:
         table, best, accuracy = compare(args)
         distance_picture(args, table, best, args.out / "gold_vs_kl.png")
-        (args.out / "report.md").write_text(markdown(table, best, accuracy))
-        print(markdown(table, best, accuracy))
-        written += [args.out / "gold_vs_kl.png", args.out / "report.md"]
-    print("written:", ", ".join(map(str, written)))
+        text = markdown(table, best, accuracy)
+        (args.out / "report.md").write_text(text)
+        print(text)
+        names += ["gold_vs_kl.png", "report.md"]
+    print("written:", ", ".join(str(args.out / name) for name in names))
 
 
 def arguments(argv=None):

@@ -8,19 +8,22 @@ Letters: N tokens of the batch (action frame, see model.py), B responses.
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from tqdm import tqdm
 
-from nanorlhf.data import Batch
-from nanorlhf.model import normalised, sequence_scores, token_logprobs
-from nanorlhf.rewards import call_reward, extract_answer, math_reward
-from nanorlhf.utils import UserError
+from nanorlhf import data, toy
+from nanorlhf.losses import kl_estimate
+from nanorlhf.model import autocast, normalised, sequence_scores, token_logprobs
+from nanorlhf.rewards import call_reward, extract_answer, math_reward, readable
+from nanorlhf.sampler import SamplingParams
+from nanorlhf.utils import UserError, derive_seed
 
 
 @dataclass
-class Rollout(Batch):
+class Rollout(data.Batch):
     """Responses of one iteration with everything that the losses ask for."""
 
     sampler_logp: torch.Tensor = None  # (N,) as the sampler returned them
@@ -35,6 +38,63 @@ class Rollout(Batch):
     stopped: torch.Tensor = None  # (B,) true if the response ended by itself
 
     PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("scores", "group", "stopped")
+
+
+def check_rl_flags(config):
+    """Refuse sampling from which RL cannot learn."""
+    if not 0 < config.temperature < float("inf"):
+        raise UserError(f"--temperature {config.temperature}: RL needs samples that differ; give "
+                        "a value above 0")
+    if config.max_new_tokens >= config.max_len:
+        raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt "
+                        f"within --max_len {config.max_len}; raise --max_len")
+
+
+def rl_prompts(config, tokenizer, reward):
+    """(training prompts, held-out prompts), lists of (ids, columns); the first one is printed."""
+    train_rows, eval_rows = data.train_and_eval_rows(
+        config, partial(toy.prompts, config.toy_rows), partial(toy.prompts, config.eval_prompts))
+    room = config.max_len - config.max_new_tokens  # for the prompt
+    prompts = data.encode_prompts(train_rows, tokenizer, room, readable(reward))
+    held_out = data.encode_prompts(eval_rows[: config.eval_prompts], tokenizer, room)
+    data.show_masks([(prompts[0][0], [0] * len(prompts[0][0]))], tokenizer)
+    return prompts, held_out
+
+
+def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
+    """Answer the prompts of one iteration, score the answers -> (Rollout, metrics, completions).
+
+    The log-probs of the policy before its updates (`old_logp`) and of the reference are those of
+    the trainer, not of the sampler. Answers that the reward cannot judge have loss_mask 0.
+    """
+    params = [SamplingParams(n=config.group_size, temperature=config.temperature,
+                             max_new_tokens=config.max_new_tokens,
+                             seed=derive_seed(config.seed, step, i)) for i in range(len(prompts))]
+    sampler.sync()
+    completions = sampler.generate([ids for ids, _ in prompts], params)
+    rollout = lay_out(completions, config.device)
+    score = partial(score_tokens, batch=rollout, temperature=config.temperature,
+                    micro_tokens=config.micro_tokens)
+    with torch.no_grad(), autocast(config.device, config.dtype):
+        rollout.scores = judge(rollout, completions, prompts, reward, config.micro_tokens)  # (B,)
+        rollout.old_logp, entropy = score(policy)  # (N,) each
+        if reference is not None:
+            rollout.ref_logp, _ = score(reference)
+    metrics = rollout_metrics(rollout, entropy)
+    for name, values in right_answers(prompts, completions, config.data == "toy").items():
+        metrics[name] = mean([v for v in values if v is not None])
+    rollout.loss_mask = rollout.loss_mask * ~rollout.scores.isnan()[rollout.row]
+    return rollout, metrics, completions
+
+
+def mini_batches(rollout, config, step):
+    """The share of the rollout that each optimiser step of the iteration learns from:
+    --inner_epochs passes over the answers, each in an order of its own, in --mini_batches parts."""
+    size = -(-len(rollout) // config.mini_batches)
+    for inner in range(config.inner_epochs):
+        shuffled = data.epoch_order(len(rollout), derive_seed(config.seed, step), inner)
+        for at in range(0, len(shuffled), size):
+            yield rollout.select(shuffled[at: at + size])
 
 
 def lay_out(completions, device="cpu"):
@@ -86,19 +146,22 @@ def score_tokens(model, batch, temperature, micro_tokens):
     return tuple(torch.cat(column) for column in zip(*parts))
 
 
-def check_rl_flags(config):
-    """RL trains the distribution that it samples from; top-k, top-p and the like would sample from
-    another one, and the importance ratio would be wrong from the first step."""
-    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
-        if getattr(config, name) != off:
-            raise UserError(f"--{name} {getattr(config, name)}: RL samples from the policy's full "
-                            f"distribution, or the ratio is biased from the start; leave it {off}")
-    if not 0 < config.temperature < float("inf"):
-        raise UserError(f"--temperature {config.temperature}: RL needs samples that differ; give "
-                        "a value above 0")
-    if config.max_new_tokens >= config.max_len:
-        raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt "
-                        f"within --max_len {config.max_len}; raise --max_len")
+def right_answers(prompts, completions, embedded):
+    """{name: list of 0/1/None}: what can be said about each answer without a model."""
+    columns = [prompts[c.prompt_index][1] for c in completions]
+    texts, questions = [c.text for c in completions], [row["prompt"] for row in columns]
+    if embedded:
+        reasons = [c.finish_reason for c in completions]
+        return {"gold_score": toy.gold_reward(questions, texts, finish_reasons=reasons),
+                "worked_share": [float(toy.is_worked(text)) for text in texts]}
+    if all("answer" in row for row in columns):
+        answers = [row["answer"] for row in columns]
+        return {"accuracy": call_reward(math_reward, questions, texts, answer=answers)}
+    return {}
+
+
+def mean(values):
+    return sum(values) / len(values) if values else float("nan")
 
 
 def warn_if_hopeless(completions, max_new_tokens, reward):
@@ -134,5 +197,5 @@ def rollout_metrics(rollout, entropy):
         log_ratio = (rollout.old_logp - rollout.ref_logp)[mask]
         metrics["kl_k1"] = log_ratio.mean()
         metrics["kl_sequence"] = log_ratio.sum() / len(rollout)
-        metrics["kl_k3"] = (torch.exp(-log_ratio) - 1 + log_ratio).mean()
+        metrics["kl_k3"] = kl_estimate(rollout.old_logp, rollout.ref_logp, "k3")[mask].mean()
     return {name: float(value) for name, value in metrics.items()}

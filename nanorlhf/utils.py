@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 
 class UserError(ValueError):
@@ -44,7 +45,7 @@ class Common:
     eval_rows: int = flag(256, "held-out rows (pairs) that an evaluation measures")
     toy_grade: str = flag("4x2", "sums of the embedded world: digits x terms; 4x2- also subtracts")
     out: str = flag("", "run folder that is written")
-    seed: int = flag(0, "seed of everything random: order of rows, sampling, fresh heads")
+    seed: int = flag(0, "seed of everything random: toy rows, order of rows, sampling")
     lr: float = flag(1e-3, "peak learning rate (AdamW, betas 0.9 and 0.95)")
     epochs: int = flag(1, "passes over the training rows")
     max_steps: int = flag(0, "stop after this many optimiser steps; 0: epochs decide")
@@ -64,20 +65,22 @@ class Common:
     report_to: str = flag("none", "none, wandb or tensorboard, beside metrics.jsonl")
 
 
-AT_LEAST = {  # smallest allowed value: flags
-    0: "lr critic_lr max_steps weight_decay warmup_ratio grad_clip save_every eval_every beta "
-       "label_smoothing nll_coef centre_coef kl_coef kl_target clip_eps_low clip_eps_high "
-       "value_clip dual_clip reward_clip gamma gae_lambda tis_cap critic_warmup seed",
-    1: "epochs batch_size micro_tokens eval_prompts eval_rows toy_rows toy_pairs group_size "
-       "inner_epochs mini_batches n limit kl_horizon max_new_tokens",
-    2: "max_len",
+RANGES = {  # (smallest, largest) allowed value: flags
+    (0, math.inf): "lr critic_lr max_steps weight_decay grad_clip save_every eval_every beta "
+                   "nll_coef centre_coef kl_coef kl_target clip_eps_high value_clip dual_clip "
+                   "reward_clip tis_cap critic_warmup",
+    (0, 0.5): "label_smoothing",
+    (0, 1): "warmup_ratio clip_eps_low gamma gae_lambda",
+    (0, 2**63 - 1): "seed",
+    (1, math.inf): "epochs batch_size micro_tokens eval_prompts eval_rows toy_rows toy_pairs "
+                   "group_size inner_epochs mini_batches n limit kl_horizon max_new_tokens",
+    (2, math.inf): "max_len",
 }
-AT_MOST = {0.5: "label_smoothing", 1: "warmup_ratio clip_eps_low gamma gae_lambda",
-           2**63 - 1: "seed"}
 CHOICES = {
     "dtype": ("fp32", "bf16", "fp16"), "report_to": ("none", "wandb", "tensorboard"),
     "kl_estimator": ("k1", "k2", "k3"), "advantage": ("grpo", "dr_grpo", "rloo"),
 }
+TRUNCATION = ("--top_k", "--top_p", "--min_p", "--repetition_penalty")
 
 
 def parse(config_class, doc):
@@ -92,16 +95,22 @@ def parse(config_class, doc):
     parser.error, parser.allow_abbrev = error, False
     config, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:
-        near = get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, 1)
+        name = unknown[0].split("=")[0]
+        if name in TRUNCATION:
+            error(f"{name}: training and evaluation sample from the policy's full distribution, "
+                  "else the importance ratio of RL is biased; python -m nanorlhf.generate has it")
+        near = get_close_matches(name, parser._option_string_actions, 1)
         error(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
-    for name, value in vars(config).items():
-        low = next((bound for bound, names in AT_LEAST.items() if name in names.split()), None)
-        high = next((bound for bound, names in AT_MOST.items() if name in names.split()), math.inf)
-        if low is not None and not (low <= value <= high and math.isfinite(value)):
-            raise UserError(f"--{name} {value} is out of range: give a number of at least {low}"
-                            + (f" and at most {high}" if high < math.inf else ""))
-        if name in CHOICES and value not in CHOICES[name]:
-            raise UserError(f"--{name} {value} must be one of {', '.join(CHOICES[name])}")
+    for (low, high), names in RANGES.items():
+        for name in names.split():
+            value = getattr(config, name, low)  # not every script has every flag
+            if not (low <= value <= high and math.isfinite(value)):
+                raise UserError(f"--{name} {value} is out of range: give a number of at least {low}"
+                                + (f" and at most {high}" if high < math.inf else ""))
+    for name, choices in CHOICES.items():
+        value = getattr(config, name, choices[0])
+        if value not in choices:
+            raise UserError(f"--{name} {value} must be one of {', '.join(choices)}")
     if config.device == "auto":
         mps = torch.backends.mps.is_available()
         config.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -133,7 +142,7 @@ def seed_everything(seed):
 
 
 def derive_seed(*numbers):
-    """One seed out of several numbers, so that (seed, step, prompt) never collide."""
+    """One 32-bit seed out of several numbers, well mixed, their order included."""
     return int(np.random.SeedSequence([n % 2**32 for n in numbers]).generate_state(1)[0])
 
 
@@ -178,6 +187,14 @@ def optimizer_step(optimizer, lr, grad_clip, scaler):
     return norm
 
 
+def trainable(model, lr, config):
+    """Put the model into training mode; returns its optimiser and its loss scaler."""
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    model.train()
+    return adamw(model, lr, config.weight_decay), fp16_scaler(config)
+
+
 # --- run folder -----------------------------------------------------------------------------------
 
 
@@ -187,7 +204,7 @@ class Run:
     def __init__(self, config):
         self.config, self.folder = config, Path(config.out)
         self.args_file = self.folder / "args.json"
-        self.tracker = None
+        self.tracker = self.bar = None
         self.born = self.clock = time.perf_counter()
         known = [self.args_file, self.folder / "metrics.jsonl", self.folder / "config.json"]
         for path in (self.folder, *self.folder.parents):
@@ -201,21 +218,19 @@ class Run:
             if not config.resume:
                 raise UserError(f"{self.folder} holds an unfinished run; --resume goes on with "
                                 "it, --overwrite starts anew")
-            self._same_flags(args.get("flags", {}))
+            old, new = args.get("flags", {}), dataclasses.asdict(config)
+            free = {"resume", "overwrite", "save_every", "report_to", "device"}
+            changed = [f"--{k} (was {old[k]}, now {new.get(k)})" for k in old
+                       if k not in free and old[k] != new.get(k)]
+            if changed:
+                raise UserError("--resume needs the flags of the first start; changed: "
+                                + ", ".join(changed))
         elif config.resume:
             raise UserError(f"--resume: {self.folder} holds no run to go on with")
 
-    def _same_flags(self, old):
-        free = {"resume", "overwrite", "save_every", "report_to", "device"}
-        new = dataclasses.asdict(self.config)
-        changed = [f"--{k} (was {old[k]}, now {new.get(k)})" for k in old
-                   if k not in free and old[k] != new.get(k)]
-        if changed:
-            raise UserError(f"--resume needs the flags of the first start; changed: "
-                            f"{', '.join(changed)}")
-
-    def start(self):
-        """Make the folder; called once everything that can fail on bad input has been read."""
+    def start(self, **objects):
+        """Make the folder, once everything that can fail on bad input has been read. Returns
+        (steps done, extra): (0, {}), or with --resume those of `restore`."""
         if self.config.overwrite and self.folder.exists():
             for name in ("checkpoint", "metrics.jsonl", "samples.jsonl", "args.json", "curves.png"):
                 path = self.folder / name
@@ -228,7 +243,28 @@ class Run:
         elif self.config.report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
             self.tracker = SummaryWriter(self.folder)
+        done = self.restore(**objects) if self.config.resume else (0, {})
         self.clock = time.perf_counter()
+        return done
+
+    def steps(self, n_rows, start):
+        """Yield (step, numbers of its rows out of n_rows), behind a progress bar. Each of --epochs
+        takes every row once, in an order of its own; its last step may have fewer rows."""
+        from nanorlhf.data import epoch_order
+
+        size, steps_per_epoch = self.config.batch_size, -(-n_rows // self.config.batch_size)
+        self.total = self.config.max_steps or self.config.epochs * steps_per_epoch
+        self.bar = tqdm(range(start, self.total), desc=self.folder.name, initial=start,
+                        total=self.total)
+        for step in self.bar:
+            epoch, i = divmod(step, steps_per_epoch)
+            order = epoch_order(n_rows, self.config.seed, epoch)
+            yield step, order[i * size: (i + 1) * size]
+
+    def due(self, step, every):
+        """Whether something that is done every so many steps (0: never), and at the end, is due
+        after this one."""
+        return step + 1 == self.total or (every > 0 and (step + 1) % every == 0)
 
     def _write_args(self, finished):
         import transformers
@@ -257,7 +293,8 @@ class Run:
             for name, value in values.items():
                 if value is not None:
                     self.tracker.add_scalar(name, value, step)
-        return values
+        if self.bar is not None:
+            self.bar.set_postfix(values, refresh=False)
 
     def samples(self, step, rows):
         with open(self.folder / "samples.jsonl", "a") as file:
@@ -347,9 +384,17 @@ def add_stats(total, part):
             else total.get(name, 0.0) + value for name, value in part.items()}
 
 
+def mean_stats(updates):
+    """Means over the updates of one iteration; of a maximum the first update's, which was taken
+    before anything changed: the ratio must be 1 there."""
+    return {name: float(updates[0][name]) if name.endswith("max")
+            else sum(float(stats[name]) for stats in updates) / len(updates)
+            for name in updates[0]}
+
+
 def clean(value):
     """A JSON value: tensors become numbers, NaN and infinity null (never invalid JSON)."""
-    if isinstance(value, torch.Tensor) or isinstance(value, np.generic):
+    if isinstance(value, (torch.Tensor, np.generic)):
         value = value.item()
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None

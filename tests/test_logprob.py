@@ -1,4 +1,12 @@
+"""The fused head against its plain form, fp64 and other people's code.
+
+With TRITON_INTERPRET=1 (set by test_logprob_triton.py in a process of its own) the same tests
+drive the Triton kernels, on CPU tensors.
+"""
+
 import contextlib
+import os
+from functools import partial
 
 import pytest
 import torch
@@ -6,7 +14,20 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanorlhf import logprob
-from nanorlhf.logprob import token_logprobs, token_logprobs_reference
+from nanorlhf.logprob import logits_logprobs, token_logprobs, token_logprobs_reference
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """In the interpreter, the path of a GPU: all but fp64 goes through the kernels."""
+    torch_form = logprob.fold, logprob.to_gradient
+    if INTERPRETED:
+        forms = [partial(logprob.launch, kernel)
+                 for kernel in (logprob.fold_kernel, logprob.gradient_kernel)]
+        monkeypatch.setattr(logprob, "row_functions", lambda hidden, dtype: (
+            torch_form if dtype == torch.float64 else forms))
 
 
 @pytest.fixture
@@ -50,6 +71,23 @@ def test_equals_the_reference_in_fp64(small_tiles, options, bias, used):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("used", ["logp", "entropy", "both"])
+@pytest.mark.parametrize("V", [29, 5000])
+def test_fp32_is_within_rounding_of_fp64(monkeypatch, V, options, used):
+    monkeypatch.setattr(logprob, "TILES", {"cpu": (4, 16 if V == 29 else 4096)})
+    *exact, targets = head(N=9, V=V)
+    leaves = [x.detach().float().requires_grad_() for x in exact]
+    weights = torch.randn(2, len(targets), dtype=torch.float64)
+    weights[:, 0] = 0  # LPK-1 for the kernels
+    args = (targets, weights[0] if used != "entropy" else None,
+            weights[1] if used != "logp" else None, options)
+    ours = results(token_logprobs, leaves, *args)
+    for i, (a, b) in enumerate(zip(ours, results(token_logprobs_reference, exact, *args))):
+        assert a.dtype == torch.float32 and a.shape == b.shape
+        assert (a - b).abs().max() <= (5e-6 if i < 2 else 1e-5 * b.abs().max())
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 def test_gradcheck(small_tiles, options):
     *leaves, targets = head(N=5, H=3, V=11)
     assert torch.autograd.gradcheck(
@@ -68,17 +106,45 @@ def test_hand_numbers():
     torch.testing.assert_close(logp, (torch.tensor([1.0, 4, 25]) / 30).log())
 
 
-@pytest.mark.parametrize("V", [1, 2, 1000, 4097])  # LPK-5: part tiles must not leak into the sum
-@pytest.mark.parametrize("options", OPTIONS)
-def test_probabilities_sum_to_one(V, options):
+@pytest.mark.parametrize("V", [1, 2, 1000, 50257, 65537, 151936])  # LPK-5: no tail may leak
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "temperature": 0.7}])
+def test_any_vocabulary_sums_to_one(V, options):
     torch.manual_seed(0)
-    hidden, weight = torch.randn(1, 8), torch.randn(V, 8)
-    every = torch.arange(V)
-    bias = torch.full((V,), -100.0)
-    logp, entropy = token_logprobs(hidden.expand(V, 8), weight, every, bias=bias, **options)
+    hidden, weight, bias = torch.randn(3, 4), torch.randn(V, 4), torch.full((V,), -100.0)
+    targets = torch.tensor([0, V - 1, V // 2])
+    bias.requires_grad_()
+    logp, entropy = token_logprobs(hidden, weight, targets, bias=bias, **options)
+    plain = token_logprobs_reference(hidden.double(), weight.double(), targets,
+                                     bias=bias.detach().double(), **options)
     assert (logp <= 0).all() and (entropy >= -1e-6).all()
-    assert abs(logp.double().exp().sum().item() - 1) < 1e-5
-    torch.testing.assert_close(entropy[0], -(logp.exp() * logp).sum(), rtol=1e-4, atol=1e-5)
+    for a, b in zip((logp, entropy), plain):
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=3e-5)  # logits near -100
+    if "softcap" not in options:  # p is the gradient that is left of logp[0] beside the target
+        p = -torch.autograd.grad(logp[0], bias)[0].double()
+        p[0] += 1
+        assert abs(p.sum().item() - 1) < 1e-5
+        z = (weight.double() @ hidden[0].double() - 100) / options.get("temperature", 1.0)
+        torch.testing.assert_close(p, z.softmax(0), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("V", [1, 1000, 5000])
+def test_rows_end_where_they_end(V):
+    """LPK-5: what lies behind a row of the tile in memory is never read, nor written."""
+    fold, to_gradient = logprob.row_functions(torch.zeros(1), torch.float32)
+    buffer = torch.full((3, V + 40), float("nan"))
+    z = buffer[:, :V]
+    z.copy_(torch.randn(3, V))
+    expected = z.logsumexp(1)
+    stats = torch.zeros(4, 3)
+    stats[0] = logprob.LOWEST
+    column = torch.tensor([0, V, -1])  # the last two targets are in other tiles
+    first = z[:, 0].clone()
+    fold(z, column, stats, 1.0)
+    torch.testing.assert_close(stats[0] + stats[1].log(), expected)
+    assert stats[3].tolist() == [first[0].item(), 0, 0]
+    z.copy_(torch.randn(3, V))
+    to_gradient(z, column, torch.ones(4, 3), 1.0, True)
+    assert buffer[:, :V].isfinite().all() and buffer[:, V:].isnan().all()
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4, -1e4])  # LPK-7
@@ -177,6 +243,53 @@ def test_inputs_are_untouched_and_a_second_backward_agrees(small_tiles):  # LPK-
     assert all(torch.equal(a, b) for a, b in zip(before, leaves))
 
 
+def test_offsets_beyond_32_bits():
+    """LPK-4: row 2 of the tile begins 2^31 elements in (4 GB, of which three pages are touched)."""
+    fold, to_gradient = logprob.row_functions(torch.zeros(1), torch.float32)
+    z = torch.empty(2**31 + 64, dtype=torch.float16).as_strided((3, 64), (2**30, 1))
+    logits, column = torch.randn(3, 64).half(), torch.tensor([0, 1, 63])
+    stats = torch.zeros(4, 3)
+    stats[0] = logprob.LOWEST
+    z.copy_(logits)
+    fold(z, column, stats, 1.0)
+    lse = logits.float().logsumexp(1)
+    torch.testing.assert_close(stats[0] + stats[1].log(), lse)
+    assert torch.equal(stats[3], logits.float().gather(1, column[:, None])[:, 0])
+    z.copy_(logits)
+    to_gradient(z, column, torch.stack([lse, lse, torch.ones(3), torch.zeros(3)]), 1.0, False)
+    expected = F.one_hot(column, 64) - logits.float().softmax(1)
+    torch.testing.assert_close(z.float(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("V", [29, 5000])
+def test_logits_that_exist_are_read_and_kept(V):  # LPK-2
+    torch.manual_seed(0)
+    whole = torch.randn(6, V + 3)
+    logits, targets = whole[:, 1:V + 1].requires_grad_(), torch.randint(V, (6,))
+    before, weights = logits.detach().clone(), torch.randn(6)
+    logp, entropy = logits_logprobs(logits, targets, 0.7)
+    plain = torch.log_softmax(logits.double() / 0.7, -1)
+    plain_entropy = -(plain.exp() * plain).sum(-1)
+    torch.testing.assert_close(logp.double(), plain.gather(1, targets[:, None])[:, 0])
+    torch.testing.assert_close(entropy.double(), plain_entropy)
+    loss = (logp * weights).sum() + entropy.sum() + logits.square().sum()  # logits used twice
+    exact = ((plain.gather(1, targets[:, None])[:, 0] * weights).sum() + plain_entropy.sum()
+             + logits.square().sum())
+    for retain in (True, False):
+        (grad,) = torch.autograd.grad(loss, logits, retain_graph=retain)
+        (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
+        torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("dtype, offset", [(torch.float32, 1e4), (torch.bfloat16, 100)])  # LPK-7
+def test_an_offset_of_all_logits_changes_nothing(dtype, offset):
+    torch.manual_seed(0)
+    logits, targets = torch.randint(-20, 20, (4, 5000)).to(dtype), torch.randint(5000, (4,))
+    for a, b in zip(logits_logprobs(logits, targets), logits_logprobs(logits + offset, targets)):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize("trained", ["hidden", "weight"])
 def test_gradients_nobody_wants_are_not_made(small_tiles, trained):
     *leaves, targets = head()
@@ -210,6 +323,8 @@ def test_errors_name_the_argument(change, words):
     for fn in (token_logprobs, token_logprobs_reference):
         with pytest.raises(ValueError, match=words):
             fn(**(good | change))
+    with pytest.raises(ValueError, match="logits"):
+        logits_logprobs(torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.long))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -257,3 +372,16 @@ def test_trl_agrees(autocast):
         logits = F.linear(hidden, weight).float() / 0.8
     torch.testing.assert_close(logp, trl.selective_log_softmax(logits, targets), atol=1e-4, rtol=0)
     torch.testing.assert_close(entropy, trl.entropy_from_logits(logits), atol=1e-4, rtol=0)
+
+
+def test_torch_linear_cross_entropy_agrees():
+    if not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("torch has F.linear_cross_entropy from 2.13 on")
+    hidden, weight, _, targets = head(N=9, H=8, V=4200, dtype=torch.float32)
+    weights = torch.randn(9)
+    logp = token_logprobs(hidden, weight, targets)[0]
+    theirs = -F.linear_cross_entropy(hidden, weight, targets, reduction="none")
+    torch.testing.assert_close(logp, theirs, rtol=1e-5, atol=1e-5)
+    for a, b in zip(torch.autograd.grad((logp * weights).sum(), (hidden, weight)),
+                    torch.autograd.grad((theirs * weights).sum(), (hidden, weight))):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

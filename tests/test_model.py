@@ -343,6 +343,9 @@ def test_classifiers_and_families_without_one_are_refused(tmp_path):
         load_scorer(str(tmp_path / "two"))
     with pytest.raises(UserError, match="no reward model can be made.*GraniteConfig"):
         load_scorer(base_folder(tmp_path / "granite", "granite"))
+    save_model(*load_scorer(base_folder(tmp_path / "base")), tmp_path / "rm")
+    with pytest.raises(UserError, match="is a reward model, not a policy"):
+        load_policy(str(tmp_path / "rm"))
 
 
 def test_a_critic_must_read_the_policys_ids(tmp_path):

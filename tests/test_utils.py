@@ -61,6 +61,15 @@ def test_bad_flags_are_named(parsed, flags, words):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "repetition_penalty"])
+def test_truncated_sampling_is_refused_with_the_reason(parsed, name):
+    """PPO-4."""
+    for flags in ([f"--{name}", 1], [f"--{name}=1"]):
+        with pytest.raises(UserError, match="full distribution.*nanorlhf.generate") as error:
+            parsed(*flags)
+        assert str(error.value).startswith(f"--{name}:")
+
+
 def test_help_shows_every_flag_and_its_default(parsed, capsys):
     with pytest.raises(SystemExit) as done:
         parsed("--help")
@@ -215,9 +224,8 @@ def test_a_resume_needs_the_flags_of_the_start(parsed):
 
 def resumed(parsed):
     run = Run(parsed("--resume", "--device", "cpu"))
-    run.start()
     thing = Thing(None)
-    return *run.restore(thing=thing), thing.value
+    return *run.start(thing=thing), thing.value
 
 
 def steps_logged(folder, name="metrics.jsonl"):
