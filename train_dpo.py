@@ -103,7 +103,8 @@ def train(cfg):
                 nll = sft_loss(logp, of_chosen)
             if learn:
                 scaler.scale((loss + cfg.nll_coef * nll) / len(rows)).backward()
-            chosen, rejected = cfg.beta * (policy.detach() - part_ref)
+            policy, simpo = policy.detach(), cfg.loss_type == "simpo"  # SimPO has no reference
+            chosen, rejected = cfg.beta * (policy / lengths if simpo else policy - part_ref)
             stats = {"loss": loss, "nll_loss": nll, "accuracy": (chosen > rejected).sum(),
                      "rewards_chosen": chosen.sum(), "rewards_rejected": rejected.sum(),
                      "margin": (chosen - rejected).sum()}
@@ -122,7 +123,7 @@ def train(cfg):
             found, _ = over(held_out, held_out_ref, learn=False)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
             found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
-            metrics |= found
+            metrics = found | metrics  # `accuracy` is that of the pairs
             run.samples(step + 1, samples)
         run.log(step + 1, metrics)
         if run.due(step, cfg.save_every):

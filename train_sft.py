@@ -43,7 +43,7 @@ def train(cfg):
     seed_everything(cfg.seed)
 
     # --- data: rows become token ids and masks, once ---
-    model, tokenizer = load_policy(cfg.model, cfg.device)
+    model, tokenizer = load_policy(cfg.model, cfg.device, cfg.seed)
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.demonstrations, cfg.toy_rows), partial(toy.demonstrations, cfg.eval_rows))
     rows = data.encode_sft(train_rows, tokenizer, cfg.max_len)

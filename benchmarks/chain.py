@@ -80,7 +80,8 @@ def markdown(seeds):
             lines.append(f"| {stage} | "
                          + " | ".join(spread(seeds, stage, name) for name in names) + " |")
     for k in (1, 2, 4, 8, 16):
-        lines.append(f"| best-of-{k} | {spread(seeds, 'best-of-n', f'best_of@{k}')} | | | |")
+        gold = spread(seeds, "best-of-n", f"best_of@{k}")
+        lines.append(f"| best-of-{k} | {gold} | | | |")
     lines += ["", "Reward model, accuracy on 400 noise-free on-policy pairs: "
               + spread(seeds, "rm", "accuracy") + f"; {spread(seeds, 'rm', 'seconds')} CPU seconds.",
               "", f"{platform.machine()}, one thread each, Python {platform.python_version()}."]

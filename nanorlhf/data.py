@@ -9,12 +9,11 @@ Letters: N tokens of a batch, laid end to end without padding; B sequences.
 
 import csv
 import json
-import random
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, fields
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
@@ -24,7 +23,7 @@ from jinja2 import TemplateError
 from torch.nn.functional import pad
 
 from nanorlhf.toy import parse_grade
-from nanorlhf.utils import UserError
+from nanorlhf.utils import UserError, epoch_order
 
 ORIGIN = "_origin"  # the key under which a row remembers its file:line
 # The columns that make a row one of a kind: the prompt's, or None where the others hold it, and the
@@ -377,12 +376,6 @@ def show_masks(rows, tokenizer, n=1):
         if len(lines) > 60:
             lines[30:-30] = [f"... {len(lines) - 60} tokens ..."]
         print(f"{'token':>16}  {'id':>6}  mask", *lines, sep="\n")
-
-
-@lru_cache(maxsize=4)
-def epoch_order(n, seed, epoch):
-    """A permutation of range(n) that depends on (seed, epoch) alone, so a resume needs no state."""
-    return tuple(random.Random(f"{seed} {epoch}").sample(range(n), n))
 
 
 def train_and_eval_rows(config, toy_train, toy_eval):

@@ -118,6 +118,7 @@ def best_of(prompts, completions, scores, n, embedded):
 class Config:
     model: str = flag("runs/grpo", "policy or reward model: a folder or hub name")
     data: str = flag("toy", "rows: toy, a file, a folder saved by datasets, or a hub name")
+    toy_grade: str = flag("4x2", "sums of the embedded world: digits x terms")
     limit: int = flag(200, "rows to measure on")
     n: int = flag(1, "answers for each prompt; above 1 also pass@k")
     temperature: float = flag(1.0, "sampling temperature; 0: greedy")
@@ -149,7 +150,8 @@ def evaluate_policy(cfg):
     if cfg.reward_model:
         scorer = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
     embedded = cfg.data == "toy"
-    rows = toy.prompts(cfg.limit, split="eval") if embedded else data.load_rows(cfg.data)
+    rows = (toy.prompts(cfg.limit, split="eval", grade=toy.parse_grade(cfg.toy_grade))
+            if embedded else data.load_rows(cfg.data))
     prompts = data.encode_prompts(rows[: cfg.limit], tokenizer, cfg.max_len)
     params = SamplingParams(n=cfg.n, temperature=cfg.temperature, seed=cfg.seed,
                             max_new_tokens=cfg.max_new_tokens)
@@ -172,7 +174,8 @@ def evaluate_scorer(cfg):
             return {"score": float(sequence_scores(scorer, batch))}
     if cfg.data == "toy":
         sampler = Sampler(*load_policy(cfg.pairs_from, cfg.device)) if cfg.pairs_from else None
-        rows = toy.pairs(cfg.limit, split="eval", sampler=sampler, noise=False)
+        rows = toy.pairs(cfg.limit, split="eval", sampler=sampler, noise=False,
+                         grade=toy.parse_grade(cfg.toy_grade))
     else:
         rows = data.load_rows(cfg.data)[: cfg.limit]
     pairs, _ = data.encode_pairs(rows, tokenizer, cfg.max_len)

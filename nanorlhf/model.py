@@ -38,10 +38,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # --- loading and saving ---------------------------------------------------------------------------
 
 
-def load_policy(path, device="cpu"):
-    """A causal LM with fp32 weights and its tokenizer; path is a folder, a hub name, or "toy"."""
+def load_policy(path, device="cpu", seed=0):
+    """A causal LM with fp32 weights and its tokenizer; path is a folder, a hub name, or "toy", a
+    fresh tiny model whose weights `seed` draws."""
     if path == "toy":
-        model, tokenizer = toy.new_model(), toy.tokenizer()
+        model, tokenizer = toy.new_model(seed), toy.tokenizer()
     else:
         tokenizer, config = read_folder(path)
         if is_classifier(config):

@@ -94,15 +94,18 @@ def measure(policy, tokenizer, base, prompts, max_new_tokens):
 
 def compare(args):
     """({run: numbers}, best-of-n curve [(KL, gold score, n)], pair accuracy or None)."""
+    grade = toy.parse_grade(args.toy_grade)
     base, tokenizer = load_policy(args.base)
-    prompts = data.encode_prompts(toy.prompts(args.limit, split="eval"), tokenizer, 512)
+    rows = toy.prompts(args.limit, split="eval", grade=grade)
+    prompts = data.encode_prompts(rows, tokenizer, 512)
     table = {folder.name: measure(load_policy(str(folder))[0], tokenizer, base, prompts,
                                   args.max_new_tokens)
              for folder in args.runs if not is_scorer(str(folder))}
     if not args.reward_model:
         return table, [], None
     scorer, sampler = load_reward_model(args.reward_model, tokenizer), Sampler(base, tokenizer)
-    pairs, _ = data.encode_pairs(toy.pairs(400, split="eval", sampler=sampler, noise=False),
+    pairs, _ = data.encode_pairs(toy.pairs(400, split="eval", sampler=sampler, noise=False,
+                                           grade=grade),
                                  tokenizer, 512)
     params = SamplingParams(n=args.n, max_new_tokens=args.max_new_tokens, seed=0)
     completions = sampler.generate([ids for ids, _ in prompts], params)
@@ -188,6 +191,7 @@ def arguments(argv=None):
     parser.add_argument("--base", default="", help="start model, on the embedded world: also "
                         "measure every policy's gold score and its KL from this model")
     parser.add_argument("--reward_model", default="", help="also best-of-n under this reward model")
+    parser.add_argument("--toy_grade", default="4x2", help="sums: digits x terms")
     parser.add_argument("--n", type=int, default=16, help="largest n of best-of-n")
     parser.add_argument("--limit", type=int, default=256, help="held-out questions")
     parser.add_argument("--max_new_tokens", type=int, default=96, help="longest answer")

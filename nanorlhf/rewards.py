@@ -119,10 +119,14 @@ def format_reward(prompts, completions, **_):
 BUILT_IN = {"math": math_reward, "format": format_reward, "toy": toy.gold_reward}
 
 
+def is_math(reward):
+    return math_reward in getattr(reward, "parts", [reward])
+
+
 def readable(reward):
     """What rows a reward can judge, as a test of their columns: for the math reward those with a
     gold answer that can be read. None: all."""
-    if reward is math_reward:
+    if is_math(reward):
         return lambda columns: read_gold(columns.get("answer")) is not None
 
 
@@ -141,6 +145,7 @@ def load_reward(spec):
         scores = [call_reward(reward, prompts, completions, **columns) for reward, _ in parts]
         return [None if None in row else sum(w * x for (_, w), x in zip(parts, row, strict=True))
                 for row in zip(*scores, strict=True)]
+    weighted_sum.parts = [reward for reward, _ in parts]
     return weighted_sum
 
 

@@ -16,6 +16,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -146,6 +147,12 @@ def derive_seed(*numbers):
     return int(np.random.SeedSequence([n % 2**32 for n in numbers]).generate_state(1)[0])
 
 
+@lru_cache(maxsize=4)
+def epoch_order(n, seed, epoch):
+    """A permutation of range(n) that depends on (seed, epoch) alone, so a resume needs no state."""
+    return tuple(random.Random(f"{seed} {epoch}").sample(range(n), n))
+
+
 # --- optimisation ---------------------------------------------------------------------------------
 
 
@@ -231,10 +238,12 @@ class Run:
     def start(self, **objects):
         """Make the folder, once everything that can fail on bad input has been read. Returns
         (steps done, extra): (0, {}), or with --resume those of `restore`."""
-        if self.config.overwrite and self.folder.exists():
-            for name in ("checkpoint", "metrics.jsonl", "samples.jsonl", "args.json", "curves.png"):
-                path = self.folder / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        self.origin = fingerprint(objects)  # of the start models, before anything is restored
+        if self.config.overwrite:
+            old = ("checkpoint", "metrics.jsonl", "samples.jsonl", "args.json", "curves.png",
+                   "config.json", "model*.safetensors*")
+            for path in [path for name in old for path in self.folder.glob(name)]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write_args(finished=False)
         if self.config.report_to == "wandb":
@@ -250,8 +259,6 @@ class Run:
     def steps(self, n_rows, start):
         """Yield (step, numbers of its rows out of n_rows), behind a progress bar. Each of --epochs
         takes every row once, in an order of its own; its last step may have fewer rows."""
-        from nanorlhf.data import epoch_order
-
         size, steps_per_epoch = self.config.batch_size, -(-n_rows // self.config.batch_size)
         self.total = self.config.max_steps or self.config.epochs * steps_per_epoch
         self.bar = tqdm(range(start, self.total), desc=self.folder.name, initial=start,
@@ -316,7 +323,7 @@ class Run:
         file, new = folder / f"step_{step:08d}.pt", folder / "writing.tmp"
         with open(new, "wb") as stream:
             torch.save({"step": step, "state": state, "extra": extra or {}, "logs": logs,
-                        "rng": rng_state()}, stream)
+                        "rng": rng_state(), "origin": self.origin}, stream)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(new, file)
@@ -335,6 +342,11 @@ class Run:
             if set(saved["state"]) != set(objects):
                 raise UserError(f"{file} holds {sorted(saved['state'])}, this run needs "
                                 f"{sorted(objects)}; it belongs to another script")
+            for name, value in saved["origin"].items():
+                if not math.isclose(value, self.origin[name], rel_tol=1e-6):
+                    raise UserError(f"--resume: the start {name} is not the one this run began "
+                                    "with, so reference and data would differ; bring it back, or "
+                                    "start anew with --overwrite")
             for name, thing in objects.items():
                 thing.load_state_dict(saved["state"][name])
             for name, size in saved["logs"].items():  # steps after the checkpoint are run again
@@ -370,6 +382,12 @@ def writable(path):
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"--out {path} is a folder, or lies in none; give a file to write")
     return path
+
+
+def fingerprint(objects):
+    """One number for the weights of each model: another start model has another."""
+    return {name: float(sum(p.detach().double().abs().sum() for p in thing.parameters()))
+            for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
 
 
 def write_atomically(path, text):
