@@ -23,7 +23,9 @@ import torch
 
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import dpo_loss, sft_loss
-from nanorlhf.model import DTYPES, autocast, load_policy, save_model, token_logprobs
+from nanorlhf.model import (
+    DTYPES, autocast, eos_ids, load_policy, load_reference, longest, save_model, token_logprobs,
+)
 from nanorlhf.rollout import score_tokens
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (
@@ -65,9 +67,10 @@ def train(cfg):
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
         partial(toy.pairs, cfg.eval_rows, sampler=sampler, noise=False))
-    pairs, _ = data.encode_pairs(train_rows, tokenizer, cfg.max_len)
-    held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, cfg.max_len)
-    prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, cfg.max_len)
+    max_len, ends = longest(model, cfg.max_len), eos_ids(model, tokenizer)
+    pairs, _ = data.encode_pairs(train_rows, tokenizer, max_len, ends)
+    held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)
+    prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, max_len)
     data.show_masks(list(pairs[0]), tokenizer, n=2)
 
     # --- reference log-probs of every pair, once: (P, 2) ---
@@ -77,7 +80,8 @@ def train(cfg):
             logp, _ = score_tokens(judge, batch, 1.0, cfg.micro_tokens)
         return response_logps(logp, batch).T
 
-    judge = load_policy(cfg.ref_model, cfg.device)[0] if cfg.ref_model else model
+    judge = (load_reference(cfg.ref_model, model, tokenizer, cfg.device) if cfg.ref_model
+             else model)
     ref, held_out_ref = reference(judge, pairs), reference(judge, held_out)
     del judge  # its memory, when it is a model of its own
 

@@ -25,7 +25,7 @@ from nanorlhf.losses import (
     group_advantages, importance_weights, kl_estimate, ppo_policy_loss, ppo_stats, token_weights,
 )
 from nanorlhf.model import (
-    DTYPES, autocast, frozen_copy, load_policy, load_reward_model, save_model, token_logprobs,
+    DTYPES, autocast, load_policy, load_reference, load_reward_model, save_model, token_logprobs,
 )
 from nanorlhf.rewards import load_reward
 from nanorlhf.rollout import check_rl_flags, mini_batches, rl_prompts, roll_out, warn_if_hopeless
@@ -43,7 +43,7 @@ class Config(Common):
     model: str = flag("runs/sft", "start model")
     ref_model: str = flag("", "frozen reference for the KL; empty: the start model")
     out: str = flag("runs/grpo", "run folder that is written")
-    lr: float = flag(3e-4, "peak learning rate; 1e-6 for a real model")
+    lr: float = flag(5e-4, "peak learning rate; 1e-6 for a real model")
     batch_size: int = flag(32, "prompts of one iteration")
     group_size: int = flag(8, "answers to each prompt")
     inner_epochs: int = flag(1, "passes over the answers of one iteration")
@@ -59,7 +59,7 @@ class Config(Common):
     tis_cap: float = flag(2.0, "cap of the sampler/trainer importance weight; 0: none")
     temperature: float = flag(1.0, "sampling temperature, also in every log-prob")
     max_new_tokens: int = flag(96, "longest answer")
-    toy_rows: int = flag(2560, "prompts drawn from the embedded world")
+    toy_rows: int = flag(3200, "prompts drawn from the embedded world")
     eval_prompts: int = flag(256, "held-out prompts answered at each evaluation")
     eval_every: int = flag(20, "steps between evaluations; 0: only at the end")
     save_every: int = flag(20, "steps between checkpoints; 0: none")
@@ -81,13 +81,12 @@ def train(cfg):
         reward = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
     else:
         reward = load_reward(cfg.reward or ("toy" if cfg.data == "toy" else "math"))
-    prompts, held_out = rl_prompts(cfg, tokenizer, reward)
+    prompts, held_out = rl_prompts(cfg, model, tokenizer, reward)
 
     # --- models: the policy, its sampler over the same tensors, the frozen reference ---
     reference = None
     if cfg.kl_coef:
-        reference = (load_policy(cfg.ref_model, cfg.device)[0].requires_grad_(False)
-                     if cfg.ref_model else frozen_copy(model))
+        reference = load_reference(cfg.ref_model, model, tokenizer, cfg.device)
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     state = dict(model=model, optimizer=optimizer, scaler=scaler)
@@ -113,7 +112,7 @@ def train(cfg):
             # Divided once, before the micro-batches are cut: a mean as --loss_type says.
             mini.loss_mask = token_weights(mini.loss_mask, mini.cu_seqlens,
                                            AGGREGATION[cfg.loss_type], cfg.max_new_tokens)
-            stats = {}
+            stats, total = {}, mini.loss_mask.sum().clamp(min=1e-9)
             for part in mini.split(cfg.micro_tokens):
                 with autocast(cfg.device, cfg.dtype):
                     logp, _ = token_logprobs(model, part, cfg.temperature)
@@ -128,8 +127,8 @@ def train(cfg):
                     loss = loss + cfg.kl_coef * (kl * part.loss_mask).sum()
                 scaler.scale(loss).backward()
                 stats = add_stats(stats, {"loss": loss.item()} | ppo_stats(
-                    logp, part.old_logp, part.advantages, part.loss_mask, cfg.clip_eps_low,
-                    cfg.clip_eps_high))
+                    logp, part.old_logp, part.advantages, part.loss_mask / total,
+                    cfg.clip_eps_low, cfg.clip_eps_high))
             stats["grad_norm"] = optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
             updates.append(stats)
         metrics |= mean_stats(updates)

@@ -19,6 +19,7 @@ What to expect on the embedded world: EXPECTED
 """
 
 import copy
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -29,15 +30,15 @@ from nanorlhf.losses import (
     ppo_stats, token_weights, value_loss, whiten,
 )
 from nanorlhf.model import (
-    DTYPES, autocast, frozen_copy, load_policy, load_reward_model, load_scorer, save_model,
+    DTYPES, autocast, load_policy, load_reference, load_reward_model, load_scorer, save_model,
     token_logprobs, token_values,
 )
 from nanorlhf.rewards import load_reward
 from nanorlhf.rollout import check_rl_flags, mini_batches, rl_prompts, roll_out, warn_if_hopeless
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (
-    Common, Run, add_stats, flag, lr_at, main, mean_stats, optimizer_step, seed_everything,
-    trainable,
+    Common, Run, UserError, add_stats, flag, lr_at, main, mean_stats, optimizer_step,
+    seed_everything, trainable,
 )
 
 
@@ -78,17 +79,18 @@ class Config(Common):
 
 def train(cfg):
     check_rl_flags(cfg)
+    if 0 < cfg.dual_clip <= 1:
+        raise UserError(f"--dual_clip {cfg.dual_clip}: the bound must be above 1 (0: none)")
     run = Run(cfg)
     seed_everything(cfg.seed)
 
     # --- data and reward ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
     reward = load_reward(cfg.reward) if cfg.reward else None
-    prompts, held_out = rl_prompts(cfg, tokenizer, reward)
+    prompts, held_out = rl_prompts(cfg, model, tokenizer, reward)
 
     # --- the four models, and the sampler over the policy's own tensors ---
-    reference = (load_policy(cfg.ref_model, cfg.device)[0].requires_grad_(False)
-                 if cfg.ref_model else frozen_copy(model))
+    reference = load_reference(cfg.ref_model, model, tokenizer, cfg.device)
     if reward is None:
         reward = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
         critic = copy.deepcopy(reward).requires_grad_(True)
@@ -174,6 +176,9 @@ def train(cfg):
         if run.due(step, cfg.save_every):
             run.save(step + 1, {"kl_coef": kl_coef}, **state)
 
+    if run.total <= cfg.critic_warmup:
+        print(f"warning: all {run.total} iterations were --critic_warmup, the policy did not learn",
+              file=sys.stderr)
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 
 

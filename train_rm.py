@@ -22,7 +22,9 @@ import torch
 
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import bradley_terry_loss
-from nanorlhf.model import autocast, load_policy, load_scorer, save_model, sequence_scores
+from nanorlhf.model import (
+    autocast, eos_ids, load_policy, load_scorer, longest, save_model, sequence_scores,
+)
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (
     Common, Run, flag, lr_at, main, optimizer_step, seed_everything, trainable,
@@ -49,8 +51,9 @@ def train(cfg):
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
         partial(toy.pairs, cfg.eval_rows, sampler=sampler, noise=False))
-    pairs, margins = data.encode_pairs(train_rows, tokenizer, cfg.max_len)
-    held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, cfg.max_len)
+    max_len, ends = longest(scorer, cfg.max_len), eos_ids(scorer, tokenizer)
+    pairs, margins = data.encode_pairs(train_rows, tokenizer, max_len, ends)
+    held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)
     data.show_masks(list(pairs[0]), tokenizer, n=2)
 
     # --- optimiser ---

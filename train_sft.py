@@ -19,7 +19,9 @@ from functools import partial
 
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import sft_loss, token_weights
-from nanorlhf.model import DTYPES, autocast, load_policy, save_model, token_logprobs
+from nanorlhf.model import (
+    DTYPES, autocast, eos_ids, load_policy, longest, save_model, token_logprobs,
+)
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (
     Common, Run, flag, lr_at, main, optimizer_step, seed_everything, trainable,
@@ -46,9 +48,10 @@ def train(cfg):
     model, tokenizer = load_policy(cfg.model, cfg.device, cfg.seed)
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.demonstrations, cfg.toy_rows), partial(toy.demonstrations, cfg.eval_rows))
-    rows = data.encode_sft(train_rows, tokenizer, cfg.max_len)
-    held_out = data.encode_sft(eval_rows[: cfg.eval_rows], tokenizer, cfg.max_len)
-    prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, cfg.max_len)
+    max_len, ends = longest(model, cfg.max_len), eos_ids(model, tokenizer)
+    rows = data.encode_sft(train_rows, tokenizer, max_len, ends)
+    held_out = data.encode_sft(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)
+    prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, max_len, or_none=True)
     data.show_masks(rows[:1], tokenizer)
 
     # --- optimiser, and a sampler over the model's own tensors ---
@@ -78,9 +81,10 @@ def train(cfg):
         if run.due(step, cfg.eval_every):
             metrics["eval_loss"] = evaluate.held_out_loss(model, held_out, cfg.micro_tokens,
                                                           cfg.device)
-            found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
-            metrics |= found
-            run.samples(step + 1, samples)
+            if prompts:  # rows of plain text have none
+                found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
+                metrics |= found
+                run.samples(step + 1, samples)
         run.log(step + 1, metrics)
         if run.due(step, cfg.save_every):
             run.save(step + 1, **state)

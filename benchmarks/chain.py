@@ -82,8 +82,9 @@ def markdown(seeds):
     for k in (1, 2, 4, 8, 16):
         gold = spread(seeds, "best-of-n", f"best_of@{k}")
         lines.append(f"| best-of-{k} | {gold} | | | |")
-    lines += ["", "Reward model, accuracy on 400 noise-free on-policy pairs: "
-              + spread(seeds, "rm", "accuracy") + f"; {spread(seeds, 'rm', 'seconds')} CPU seconds.",
+    accuracy, seconds = spread(seeds, "rm", "accuracy"), spread(seeds, "rm", "seconds")
+    lines += ["", f"Reward model, accuracy on 400 noise-free on-policy pairs: {accuracy}; "
+              f"{seconds} CPU seconds.",
               "", f"{platform.machine()}, one thread each, Python {platform.python_version()}."]
     return "\n".join(lines) + "\n"
 

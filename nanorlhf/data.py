@@ -45,8 +45,8 @@ DIALOGUE = ("{% for m in messages %}{{ '\n\n' + {'user': 'Human: ', 'assistant':
             "{% endfor %}{{ '\n\nAssistant:' if add_generation_prompt else '' }}")
 
 
-class Dropped(Exception):
-    """Why a row cannot be used."""
+class Dropped(UserError):
+    """Why a row cannot be used; the rows of a file are counted by it, and the run goes on."""
 
 
 @dataclass
@@ -66,8 +66,9 @@ class Batch:
     @classmethod
     def from_rows(cls, rows, **more):
         """Lay rows [(ids, loss_mask)] (token frame) end to end; `more`: fields of a subclass."""
-        if not rows or not all(len(ids) for ids, _ in rows):
-            raise ValueError("a batch needs at least one row, and each row at least one token")
+        bad = [i for i, (ids, mask) in enumerate(rows) if not 0 < len(ids) == len(mask)]
+        if bad or not rows:
+            raise ValueError(f"a batch needs rows of tokens with masks as long; bad rows: {bad}")
         lengths = torch.tensor([len(ids) for ids, _ in rows])
         cu_seqlens = pad(lengths.cumsum(0), (1, 0))
         ids, mask = (torch.cat([torch.as_tensor(part) for part in parts]) for parts in zip(*rows))
@@ -88,16 +89,19 @@ class Batch:
         return self._map(lambda _, value: value.to(device))
 
     def select(self, indices):
-        """These sequences (numbers, in any order) as a new batch."""
-        rows = torch.as_tensor(indices, dtype=torch.long, device=self.cu_seqlens.device)
+        """These sequences (numbers in any order, or a boolean mask of all) as a new batch."""
+        rows = torch.as_tensor(indices)
+        if rows.dtype == torch.bool and rows.shape == (len(self),):
+            rows = rows.nonzero()[:, 0]
+        if len(rows) and (rows.dtype != torch.long or rows.min() < 0 or rows.max() >= len(self)):
+            raise IndexError(f"not sequences 0 to {len(self) - 1} or a mask of them: {rows}")
+        rows = rows.to(self.cu_seqlens.device, torch.long)
         lengths = self.lengths[rows]
         cu_seqlens = pad(lengths.cumsum(0), (1, 0))
         shift = (self.cu_seqlens[rows] - cu_seqlens[:-1]).repeat_interleave(lengths)
         tokens = torch.arange(len(shift), device=shift.device) + shift
-        batch = self._map(lambda name, value: value if name == "cu_seqlens" else
-                          value[rows if name in self.PER_SEQUENCE else tokens])
-        batch.cu_seqlens = cu_seqlens
-        return batch
+        return self._map(lambda name, value: cu_seqlens if name == "cu_seqlens" else
+                         value[rows if name in self.PER_SEQUENCE else tokens])
 
     def split(self, micro_tokens, unit=1):
         """Batches of whole sequences, in order, of at most micro_tokens tokens each; `unit`
@@ -123,7 +127,7 @@ def load_rows(spec, split=None):
             rows.append(row | {ORIGIN: where})
         if not rows:
             raise ValueError("it holds no rows")
-    except (OSError, ValueError, KeyError, csv.Error) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # Runtime: nested too deep
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"cannot read {where} ({reason}); mend it or check the name") from error
     return rows
@@ -137,21 +141,27 @@ def _read(spec, split):
         return enumerate(read_table(path).to_pylist(), 1)
     if path.suffix == ".csv":
         with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            return [(reader.line_num, row) for row in reader]
+            csv.field_size_limit(2**31 - 1)  # else 131072; a C long of 32 bits holds this much
+            reader = csv.DictReader(file, strict=True)  # else an open quote swallows what follows
+            try:
+                return [(reader.line_num, row) for row in reader]
+            except csv.Error as error:
+                raise ValueError(f"row from line {reader.line_num + 1} on: {error}") from error
     if path.suffix in (".json", ".jsonl") or path.is_file():
         raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # the mark that Windows editors leave
         if raw.lstrip().startswith(b"["):
             return enumerate(json.loads(raw), 1)
         return [(n, line) for n, line in enumerate(raw.split(b"\n"), 1) if line.strip()]
     import datasets  # slow, and most runs read a file
-    if path.is_dir():
-        data = datasets.load_from_disk(str(path))
-        if isinstance(data, dict):
-            data = data[split or ("train" if len(data) > 1 else next(iter(data)))]
-    else:
-        name, config, part = (spec.split(":") + ["", ""])[:3]
-        data = datasets.load_dataset(name, config or None, split=part or split or "train")
+    name, config, part = (spec.split(":") + ["", ""])[:3]
+    try:
+        data = (datasets.load_from_disk(str(path)) if path.is_dir() else
+                datasets.load_dataset(name, config or None, split=part or split or "train"))
+    except Exception as error:  # of any type: from the hub, the network or a builder
+        raise ValueError("it is neither a file, a folder saved by datasets nor a hub data set that "
+                         f"could be loaded: {str(error).strip()}") from error
+    if isinstance(data, dict):
+        data = data[split or ("train" if len(data) > 1 else next(iter(data)))]
     return enumerate(data, 1)
 
 
@@ -167,10 +177,10 @@ def _turns(cell, role="user"):
     for turn in cell if isinstance(cell, list) else [{"role": role, "content": cell}]:
         turn = turn if isinstance(turn, dict) else {}
         turn = {SHAREGPT.get(name, name): v for name, v in turn.items() if v is not None}
-        if not turn.get("role") or not isinstance(turn.get("content"), (str, int, float)):
-            raise UserError(f"a turn needs a role, and a content that is text; found {turn!r:.60}")
-        messages.append(turn | {"role": ROLES.get(turn["role"], turn["role"]),
-                                "content": str(turn["content"])})  # 5 and "5" are the same
+        who, content = turn.get("role"), turn.get("content")
+        if not who or not isinstance(who, str) or not isinstance(content, (str, int, float)):
+            raise UserError(f"a turn needs a role and a content, both text; found {turn!r:.60}")
+        messages.append(turn | {"role": ROLES.get(who, who), "content": str(content)})  # 5 is "5"
     asked = [m["content"] for m in messages if m["role"] != "assistant"]
     if not messages or asked and not "".join(asked).strip():
         raise UserError("the prompt is empty")
@@ -185,6 +195,8 @@ def _conversations(row, kind):
         if cells.keys() >= {ask, *others} - {None}:
             break
     else:
+        if kind == "prompt" and "text" in cells:
+            raise Dropped("no prompt to answer")
         known = "; ".join(" + ".join(filter(None, shape)) for shape in SHAPES[kind])
         raise UserError(f"not a {kind} row: it has {', '.join(cells) or 'nothing'}; give {known}")
     if others == ["text"]:
@@ -213,10 +225,12 @@ def to_pair(row):
                and a[i]["role"] == b[i]["role"] == "assistant"), default=0)
     if not end:
         raise UserError("chosen and rejected share no prompt; add a prompt column")
-    margin = cells.get("margin", "")  # a CSV file has empty cells
-    if margin == "" and {"chosen_score", "rejected_score"} <= cells.keys():
-        margin = float(cells["chosen_score"]) - float(cells["rejected_score"])
-    return a[:end], a[end:], b[end:], None if margin == "" else float(margin)
+    names = ("margin", "chosen_score", "rejected_score")
+    margin, good, bad = (str(cells.get(name, "")).strip() for name in names)  # "": no cell, or CSV
+    margin = float(margin) if margin else float(good) - float(bad) if good and bad else None
+    if margin is not None and not abs(margin) < 1e30:  # nan, or more than float32 can hold
+        raise UserError(f"margin and scores must be finite numbers; found a margin of {margin}")
+    return a[:end], a[end:], b[end:], margin
 
 
 def to_prompt(row):
@@ -230,7 +244,7 @@ def to_prompt(row):
     return prompt or to_pair(row)[0], columns
 
 
-def _spans(messages, first_target, render, eos):
+def _spans(messages, first_target, render, eos, *stops):
     """[(text, learned)] of a chat up to its last reply: the differences of rendered prefixes."""
     if first_target is None:
         if messages[-1]["role"] == "assistant":
@@ -240,6 +254,7 @@ def _spans(messages, first_target, render, eos):
     if not targets or targets[0] == 0:
         raise UserError("there is no assistant turn to learn, or no turn before it")
     full, spans, text = render(messages[:targets[-1] + 1]), [], ""
+    ends = "|".join(re.escape(stop) for stop in [eos, *stops] if stop.strip())
     for last, i in zip([0, *targets], targets):
         prompt = render(messages[:i], add_generation_prompt=True)
         end = render(messages[:i + 1])
@@ -261,6 +276,8 @@ def _spans(messages, first_target, render, eos):
             if not reply.lstrip().startswith(content.strip()) and prompt == render(messages[:i]):
                 raise UserError("the chat template writes a role header but no generation prompt; "
                                 "add the header under {% if add_generation_prompt %}")
+        # Sampling ends at the first stop token, so what a template adds to it is not learned.
+        reply = re.sub(rf"({ends})(\s|{ends})*$", r"\1", reply)
         spans += [(prompt[len(text):], False), (reply, True)]
         text = prompt + reply
     return spans
@@ -282,7 +299,8 @@ def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=
         turns = _turns(messages_or_text)
         template = tokenizer.chat_template or (PLAIN if turns[0]["content"] == bare else DIALOGUE)
         render = partial(tokenizer.apply_chat_template, chat_template=template, tokenize=False)
-        spans = _spans(turns, None if prompt_only else first_target, render, tokenizer.eos_token)
+        spans = _spans(turns, None if prompt_only else first_target, render, tokenizer.eos_token,
+                       *(tokenizer.decode([stop]) for stop in stop_ids))
     tokenise = partial(tokenizer, add_special_tokens=False, verbose=False)
     ids, mask, text = [], [], ""
     for span, learned in spans:
@@ -301,18 +319,19 @@ def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=
     return ids, mask
 
 
-def _encode_rows(rows, encode_row):
-    """[encode_row(row)], never empty; Dropped rows are counted on stderr, errors name the row."""
+def _encode_rows(rows, encode_row, or_none=False):
+    """[encode_row(row)], empty only with or_none; Dropped rows are counted, errors name the row."""
     kept, dropped = [], Counter()
     for row in rows:
         try:
+            json.dumps(row, ensure_ascii=False, default=str).encode()  # half a surrogate pair?
             kept.append(encode_row(row))
         except Dropped as reason:
             dropped[str(reason)] += 1
-        except (ValueError, TemplateError) as error:
+        except (ValueError, TypeError, RecursionError, TemplateError) as error:
             raise UserError(f"{row.get(ORIGIN, 'a row')}: {error}") from error
     lines = [f"dropped {count} of {len(rows)} rows: {why}" for why, count in dropped.items()]
-    if not kept:
+    if not kept and not or_none:
         raise UserError(f"no row is left ({'; '.join(lines)}); raise --max_len or mend the data")
     sys.stderr.writelines(line + "\n" for line in lines)
     return kept
@@ -350,9 +369,10 @@ def encode_pairs(rows, tokenizer, max_len, stop_ids=()):
     return list(pairs), list(margins)
 
 
-def encode_prompts(rows, tokenizer, max_len, usable=None):
+def encode_prompts(rows, tokenizer, max_len, usable=None, or_none=False):
     """[(ids, columns)], the same columns in every row, "prompt" (text) among them. Dropped, never
-    cut: prompts over max_len, rows without answer and tests, and what usable(columns) denies."""
+    cut: prompts over max_len, rows of text, which hold no prompt, rows without answer and tests,
+    and what usable(columns) denies. If none is left, it is an error, or [] with or_none."""
     def encode_row(row):
         messages, columns = to_prompt(row)
         ids, _ = encode(messages, tokenizer, prompt_only=True, bare=row.get("prompt"))
@@ -363,7 +383,7 @@ def encode_prompts(rows, tokenizer, max_len, usable=None):
             raise Dropped("no answer to judge by")
         talk = "\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)
         return ids, columns | {"prompt": talk if messages[1:] else messages[0]["content"]}
-    kept = _encode_rows(rows, encode_row)
+    kept = _encode_rows(rows, encode_row, or_none)
     names = {name: None for _, columns in kept for name in columns}
     return [(ids, names | columns) for ids, columns in kept]
 

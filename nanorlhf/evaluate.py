@@ -22,7 +22,7 @@ from nanorlhf.model import (
 )
 from nanorlhf.rollout import lay_out, mean, model_scores, right_answers
 from nanorlhf.sampler import Sampler, SamplingParams
-from nanorlhf.utils import flag, main, seed_everything, writable
+from nanorlhf.utils import clean, flag, main, seed_everything, writable
 
 
 def pass_at_k(n, right, k):
@@ -47,8 +47,8 @@ def answer(sampler, prompts, params, embedded=False):
     for name, values in right_answers(prompts, completions, embedded).items():
         metrics[name] = mean([v for v in values if v is not None])
         if params.n > 1 and name != "worked_share":
-            right = [int(sum(v or 0 for v in values[i: i + params.n]))
-                     for i in range(0, len(values), params.n)]
+            groups = [values[i: i + params.n] for i in range(0, len(values), params.n)]
+            right = [int(sum(group)) for group in groups if None not in group]
             for k in doublings(params.n):
                 metrics[f"pass@{k}"] = mean([pass_at_k(params.n, r, k) for r in right])
     return metrics, completions
@@ -110,7 +110,7 @@ def best_of(prompts, completions, scores, n, embedded):
     table, scores = {}, scores.tolist()
     for k in doublings(n) if values else []:
         picks = [max(range(i, i + k), key=scores.__getitem__) for i in range(0, len(values), n)]
-        table[k] = mean([values[j] or 0.0 for j in picks])
+        table[k] = mean([values[j] for j in picks if values[j] is not None])
     return table
 
 
@@ -142,7 +142,8 @@ def evaluate(cfg):
     for name, value in metrics.items():
         print(f"{name:<{width}}  {value:.4f}")
     if out:
-        out.write_text(json.dumps({"model": cfg.model, "data": cfg.data} | metrics, indent=2))
+        numbers = {name: clean(value) for name, value in metrics.items()}
+        out.write_text(json.dumps({"model": cfg.model, "data": cfg.data} | numbers, indent=2))
 
 
 def evaluate_policy(cfg):

@@ -56,16 +56,19 @@ def generate(cfg):
         rows = [{"messages": opening + data.to_prompt(row)[0]} for row in rows]
     prompts = data.encode_prompts(rows, tokenizer, cfg.max_len)
     completions = sampler.generate([ids for ids, _ in prompts], params, progress=len(prompts) > 1)
+    refused = [c for c in completions if c.finish_reason == "refused"]
+    completions = [c for c in completions if c.finish_reason != "refused"]
     answers = [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
                 "finish": c.finish_reason, "tokens": len(c.token_ids),
                 "logprob": round(sum(c.logprobs), 4)} for c in completions]
     if out:
         out.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
-        return
-    for answer in answers:
+    for answer in [] if out else answers:
         if len(answers) > 1:
             tqdm.write(f"--- {answer['prompt']}")
         tqdm.write(answer["response"])
+    if refused:
+        raise UserError(f"{len(refused)} not answered; {refused[0].text}")
 
 
 def read_prompts(cfg):

@@ -195,7 +195,7 @@ def kl_estimate(logp, ref_logp, kind):
 
 def adaptive_kl(coef, kl, target, horizon, n):
     """The KL coefficient after n more samples (Ziegler et al. 2019, section 2.2)."""
-    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * n / horizon)
+    return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * min(n / horizon, 1))
 
 
 def group_advantages(rewards, group_size, kind):

@@ -99,11 +99,29 @@ def load_reward_model(path, tokenizer, device="cpu"):
     if not is_scorer(path):
         raise UserError(f"{path} is no reward model; `python train_rm.py --model {path}` makes one")
     scorer, own = load_scorer(path, device)
-    words, known = own.get_vocab(), tokenizer.get_vocab()
-    if any(words.get(word) != i for word, i in known.items()):
-        raise UserError(f"the reward model {path} has another vocabulary than the policy: it "
-                        "cannot read the policy's token ids; train one from the same family")
+    same_vocabulary(path, own, tokenizer)
     return scorer.requires_grad_(False).eval()
+
+
+def load_reference(path, policy, tokenizer, device="cpu"):
+    """The frozen reference: the model of a folder, or a copy of the policy if path is empty."""
+    if not path:
+        return copy.deepcopy(policy).requires_grad_(False).eval()
+    reference, own = load_policy(path, device)
+    same_vocabulary(path, own, tokenizer)
+    return reference.requires_grad_(False).eval()
+
+
+def same_vocabulary(path, own, tokenizer):
+    words = own.get_vocab()
+    if any(words.get(word) != i for word, i in tokenizer.get_vocab().items()):
+        raise UserError(f"{path} has another vocabulary than the policy: it cannot read the "
+                        "policy's token ids; take a model of the same family")
+
+
+def longest(model, max_len):
+    """max_len, or what the model reads at most if that is less."""
+    return min(max_len, getattr(model.config.get_text_config(), "max_position_embeddings", max_len))
 
 
 def is_scorer(path):
@@ -226,11 +244,6 @@ def save_model(model, tokenizer, folder):
     config = Path(folder) / "config.json"  # our attention is not the reader's
     values = {k: v for k, v in json.loads(config.read_text()).items() if "attn_impl" not in k}
     config.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def frozen_copy(model):
-    """The same model, never trained: the reference."""
-    return copy.deepcopy(model).requires_grad_(False).eval()
 
 
 def autocast(device, dtype):

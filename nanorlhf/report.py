@@ -92,13 +92,18 @@ def measure(policy, tokenizer, base, prompts, max_new_tokens):
     return found | {"kl": float((logp - base_logp).sum()) / len(batch)}
 
 
+def label(folder, folders):
+    """A run's name; its path where another run has the same name."""
+    return folder.name if [f.name for f in folders].count(folder.name) == 1 else str(folder)
+
+
 def compare(args):
     """({run: numbers}, best-of-n curve [(KL, gold score, n)], pair accuracy or None)."""
     grade = toy.parse_grade(args.toy_grade)
     base, tokenizer = load_policy(args.base)
     rows = toy.prompts(args.limit, split="eval", grade=grade)
     prompts = data.encode_prompts(rows, tokenizer, 512)
-    table = {folder.name: measure(load_policy(str(folder))[0], tokenizer, base, prompts,
+    table = {label(folder, args.runs): measure(load_policy(str(folder))[0], tokenizer, base, prompts,
                                   args.max_new_tokens)
              for folder in args.runs if not is_scorer(str(folder))}
     if not args.reward_model:
@@ -125,14 +130,14 @@ def distance_picture(args, table, best, path):
         for kl, gold, k in best:
             axis.annotate(str(k), (kl, gold), (3, -9), textcoords="offset points", fontsize=7)
     for number, folder in enumerate(args.runs):
-        if folder.name in table:
+        name = label(folder, args.runs)
+        if name in table:
             rows = [row for row in read_jsonl(folder / "metrics.jsonl")
                     if "kl_sequence" in row and "eval_gold_score" in row]
             colour = f"C{number}"
             axis.plot(points(rows, "kl_sequence")[1], points(rows, "eval_gold_score")[1], "-",
                       color=colour, alpha=0.5)
-            axis.plot(table[folder.name]["kl"], table[folder.name]["gold_score"], "o",
-                      color=colour, label=folder.name)
+            axis.plot(table[name]["kl"], table[name]["gold_score"], "o", color=colour, label=name)
     axis.set_xlabel("KL from the base model, nats per answer")
     axis.set_ylabel("gold score, held-out questions")
     axis.grid(alpha=0.3)

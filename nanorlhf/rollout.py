@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from nanorlhf import data, toy
 from nanorlhf.losses import kl_estimate
-from nanorlhf.model import autocast, normalised, sequence_scores, token_logprobs
+from nanorlhf.model import autocast, longest, normalised, sequence_scores, token_logprobs
 from nanorlhf.rewards import call_reward, extract_answer, is_math, math_reward, readable
 from nanorlhf.sampler import SamplingParams
 from nanorlhf.utils import UserError, derive_seed
@@ -50,11 +50,14 @@ def check_rl_flags(config):
                         f"within --max_len {config.max_len}; raise --max_len")
 
 
-def rl_prompts(config, tokenizer, reward):
+def rl_prompts(config, model, tokenizer, reward):
     """(training prompts, held-out prompts), lists of (ids, columns); the first one is printed."""
     train_rows, eval_rows = data.train_and_eval_rows(
         config, partial(toy.prompts, config.toy_rows), partial(toy.prompts, config.eval_prompts))
-    room = config.max_len - config.max_new_tokens  # for the prompt
+    room = longest(model, config.max_len) - config.max_new_tokens  # for the prompt
+    if room < 1:
+        raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt: "
+                        f"the model reads {longest(model, config.max_len)} tokens")
     prompts = data.encode_prompts(train_rows, tokenizer, room, readable(reward))
     held_out = data.encode_prompts(eval_rows[: config.eval_prompts], tokenizer, room)
     data.show_masks([(prompts[0][0], [0] * len(prompts[0][0]))], tokenizer)
@@ -72,6 +75,9 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
                              seed=derive_seed(config.seed, step, i)) for i in range(len(prompts))]
     sampler.sync()
     completions = sampler.generate([ids for ids, _ in prompts], params)
+    refused = next((c.text for c in completions if c.finish_reason == "refused"), None)
+    if refused:
+        raise UserError(f"a prompt cannot be answered: {refused}")
     rollout = lay_out(completions, config.device)
     score = partial(score_tokens, batch=rollout, temperature=config.temperature,
                     micro_tokens=config.micro_tokens)
@@ -83,7 +89,11 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
     metrics = rollout_metrics(rollout, entropy)
     for name, values in right_answers(prompts, completions, config.data == "toy").items():
         metrics[name] = mean([v for v in values if v is not None])
-    rollout.loss_mask = rollout.loss_mask * ~rollout.scores.isnan()[rollout.row]
+    unjudged = rollout.scores.isnan()
+    rollout.loss_mask = rollout.loss_mask * ~unjudged[rollout.row]
+    if unjudged.all():
+        tqdm.write(f"warning: the reward judged no answer of step {step + 1}, so nothing is "
+                   "learned from it", file=sys.stderr)
     return rollout, metrics, completions
 
 
@@ -119,7 +129,8 @@ def judge(rollout, completions, prompts, reward, micro_tokens):
     if isinstance(reward, torch.nn.Module):
         return model_scores(reward, rollout, micro_tokens)
     columns = [prompts[c.prompt_index][1] for c in completions]
-    names = sorted({name for row in columns for name in row} - {"prompt"})
+    ours = {"prompt", "prompts", "completions", "finish_reasons"}
+    names = sorted({name for row in columns for name in row} - ours)
     scores = call_reward(
         reward, [row["prompt"] for row in columns], [c.text for c in completions],
         finish_reasons=[c.finish_reason for c in completions],

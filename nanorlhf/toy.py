@@ -159,14 +159,15 @@ def gold_score(text, answer, stopped=True):
 def gold_reward(prompts, completions, answer=None, finish_reasons=None, **_):
     """The gold score as a reward function; `answer` is not needed, the question says it."""
     stopped = [reason == "stop" for reason in finish_reasons or ["stop"] * len(prompts)]
-    return [gold_score(*row) for row in zip(map(bare, prompts), completions, stopped)]
+    return [gold_score(*row) if row[0] else None
+            for row in zip(map(bare, prompts), completions, stopped)]
 
 
 def bare(prompt):
-    """The question in a rendered prompt, a message list, or itself."""
+    """The question in a rendered prompt, a message list, or itself; "" if there is none."""
     if not isinstance(prompt, str):
         prompt = prompt[-1]["content"]
-    return re.findall(r"\d+(?:[+-]\d+)+=", prompt)[-1]
+    return next(iter(re.findall(r"\d+(?:[+-]\d+)+=", prompt)[::-1]), "")
 
 
 # --- rows for the five scripts --------------------------------------------------------------------

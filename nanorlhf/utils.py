@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,8 @@ class Common:
     max_steps: int = flag(0, "stop after this many optimiser steps; 0: epochs decide")
     batch_size: int = flag(64, "rows (pairs, prompts) of one optimiser step")
     micro_tokens: int = flag(16384, "tokens of one forward pass; lower it when memory runs out")
-    max_len: int = flag(1024, "longest row in tokens, prompt and response together")
+    max_len: int = flag(1024, "longest row in tokens, prompt and response together; never more "
+                        "than the model reads")
     warmup_ratio: float = flag(0.05, "share of the steps in which the learning rate rises")
     weight_decay: float = flag(0.0, "AdamW weight decay of the matrices")
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping")
@@ -67,9 +69,10 @@ class Common:
 
 
 RANGES = {  # (smallest, largest) allowed value: flags
-    (0, math.inf): "lr critic_lr max_steps weight_decay grad_clip save_every eval_every beta "
+    (0, math.inf): "lr critic_lr max_steps weight_decay grad_clip save_every eval_every "
                    "nll_coef centre_coef kl_coef kl_target clip_eps_high value_clip dual_clip "
                    "reward_clip tis_cap critic_warmup",
+    (1e-6, math.inf): "beta",
     (0, 0.5): "label_smoothing",
     (0, 1): "warmup_ratio clip_eps_low gamma gae_lambda",
     (0, 2**63 - 1): "seed",
@@ -115,8 +118,11 @@ def parse(config_class, doc):
     if config.device == "auto":
         mps = torch.backends.mps.is_available()
         config.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
+    try:
+        torch.empty(0, device=config.device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {config.device} cannot be used here "
+                        f"({str(error).splitlines()[0]}); use --device cpu") from None
     if not config.out:
         raise UserError("--out is empty; give the run folder to write")
     return config
@@ -213,12 +219,23 @@ class Run:
         self.args_file = self.folder / "args.json"
         self.tracker = self.bar = None
         self.born = self.clock = time.perf_counter()
-        known = [self.args_file, self.folder / "metrics.jsonl", self.folder / "config.json"]
-        for path in (self.folder, *self.folder.parents):
-            if path.exists() and not path.is_dir():
-                raise UserError(f"--out {self.folder}: {path} is a file; give a folder")
-        if any(file.exists() for file in known) and not config.overwrite:
-            args = json.loads(self.args_file.read_text()) if self.args_file.exists() else {}
+        self.opened = False
+        if config.resume and config.overwrite:
+            raise UserError("--resume and --overwrite exclude each other; give one of them")
+        nearest = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
+        if not nearest.is_dir():
+            raise UserError(f"--out {self.folder}: {nearest} is a file; give a folder")
+        if not os.access(nearest, os.W_OK):
+            raise UserError(f"--out {self.folder}: {nearest} cannot be written to")
+        if config.report_to != "none" and find_spec(config.report_to) is None:
+            raise UserError(f"--report_to {config.report_to} needs `pip install "
+                            f"{config.report_to}`")
+        begun = any((self.folder / name).exists() for name in ("metrics.jsonl", "checkpoint"))
+        if not (begun or config.overwrite) and (self.folder / "config.json").exists():
+            raise UserError(f"{self.folder} holds a model that is no run of ours; choose another "
+                            "--out, or --overwrite")
+        if begun and not config.overwrite:
+            args = read_json(self.args_file)
             if args.get("finished"):
                 raise UserError(f"{self.folder} holds a finished run; choose another --out, or "
                                 "--overwrite to start anew")
@@ -236,9 +253,17 @@ class Run:
             raise UserError(f"--resume: {self.folder} holds no run to go on with")
 
     def start(self, **objects):
-        """Make the folder, once everything that can fail on bad input has been read. Returns
-        (steps done, extra): (0, {}), or with --resume those of `restore`."""
+        """(steps done, extra): (0, {}), or with --resume those of `restore`."""
         self.origin = fingerprint(objects)  # of the start models, before anything is restored
+        done = self.restore(**objects) if self.config.resume else (0, {})
+        self.clock = time.perf_counter()
+        return done
+
+    def _open(self):
+        """Make the folder. The first step that is logged does: what fails before leaves nothing."""
+        if self.opened:
+            return
+        self.opened = True
         if self.config.overwrite:
             old = ("checkpoint", "metrics.jsonl", "samples.jsonl", "args.json", "curves.png",
                    "config.json", "model*.safetensors*")
@@ -252,9 +277,6 @@ class Run:
         elif self.config.report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
             self.tracker = SummaryWriter(self.folder)
-        done = self.restore(**objects) if self.config.resume else (0, {})
-        self.clock = time.perf_counter()
-        return done
 
     def steps(self, n_rows, start):
         """Yield (step, numbers of its rows out of n_rows), behind a progress bar. Each of --epochs
@@ -291,6 +313,7 @@ class Run:
 
     def log(self, step, metrics):
         """Append one step to metrics.jsonl. Values that are not finite become null."""
+        self._open()
         values = {"step": step} | {k: clean(v) for k, v in metrics.items()}
         with open(self.folder / "metrics.jsonl", "a") as file:
             file.write(json.dumps(values) + "\n")
@@ -304,6 +327,7 @@ class Run:
             self.bar.set_postfix(values, refresh=False)
 
     def samples(self, step, rows):
+        self._open()
         with open(self.folder / "samples.jsonl", "a") as file:
             for row in rows:
                 values = {"step": step} | {k: clean(v) for k, v in row.items()}
@@ -315,6 +339,7 @@ class Run:
         Written beside the older one and renamed when complete; the one before is kept, so that a
         file damaged later still leaves a way back.
         """
+        self._open()
         folder = self.folder / "checkpoint"
         folder.mkdir(exist_ok=True)
         state = {name: thing.state_dict() for name, thing in objects.items()}
@@ -419,8 +444,17 @@ def clean(value):
     return value
 
 
+def read_json(path):
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        raise UserError(f"{path} is missing or damaged; start anew with --overwrite") from None
+
+
 def read_jsonl(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    """The objects of a log; a last line that a kill has torn is left out."""
+    lines = [line for line in Path(path).read_text().splitlines(keepends=True) if line.strip()]
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def rng_state():

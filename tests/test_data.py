@@ -152,6 +152,25 @@ def test_eos_is_added_unless_the_turn_ends_in_a_stop_token():
         encode("text", make_tokenizer(eos=None))
 
 
+def test_nothing_is_learned_after_a_stop_token():
+    every = make_tokenizer(PHI.replace("<|end|>\n'", "<|end|>\n' + eos_token + '\n'"))
+    phi, inline = make_tokenizer(PHI), make_tokenizer(CHATML.replace("\n' }}{% endfor",
+                                                                     "' + '\n\n' }}{% endfor"))
+    stop = {name: phi.convert_tokens_to_ids(name) for name in ("<|end|>", "<|im_end|>", "</s>")}
+    for tokenizer, name in ((phi, "<|end|>"), (every, "<|end|>"), (inline, "<|im_end|>")):
+        for stops in ([stop[name]], [stop["</s>"], stop[name]], {stop[name], stop["</s>"]}):
+            coded = encode(chat("a", "b", "c", "d"), tokenizer, stop_ids=stops)
+            assert learned(tokenizer, coded) == f"b{name}d{name}"
+            assert coded[0][-1] == stop[name] and coded[1][-1] == 1
+    # A stop token that the author wrote inside a reply cuts nothing off.
+    coded = encode(chat("a", "b<|end|>c"), phi, stop_ids=[stop["<|end|>"]])
+    assert learned(phi, coded) == "b<|end|>c<|end|>"
+    text = encode("b<|end|>", phi, stop_ids=[stop["<|end|>"]])
+    assert whole(phi, text) == "b<|end|>"
+    newline = phi("\n")["input_ids"]
+    encode(chat("a", "\n" * 999 + "b"), phi, stop_ids=newline)  # no endless backtracking
+
+
 def test_pad_equal_to_eos_blanks_no_eos():  # SFT-1
     tokenizer = make_tokenizer(LLAMA, pad="</s>")
     rows = [{"text": "x" * n} for n in (1, 3, 5, 9)]
@@ -351,6 +370,19 @@ def test_prompts_without_a_readable_answer_are_dropped(capsys):  # RWD-8
     assert columns["prompt"] == "user: a\nassistant: b\nuser: c"
 
 
+def test_rows_of_text_hold_no_prompt(capsys):
+    tokenizer, rows = make_tokenizer(), [{"text": "a"}, {"text": "b", "prompt": None}]
+    assert encode_prompts(rows, tokenizer, 9, or_none=True) == []
+    assert "dropped 2 of 2 rows: no prompt to answer" in capsys.readouterr().err
+    [(_, columns)] = encode_prompts([*rows, {"prompt": "q", "text": "c"}], tokenizer, 9)
+    assert columns == {"prompt": "q", "text": "c"}
+    for call in (lambda: encode_prompts(rows, tokenizer, 9), lambda: to_prompt(rows[0])):
+        with pytest.raises(UserError, match="no prompt to answer"):
+            call()
+    with pytest.raises(UserError, match="not a prompt row"):
+        encode_prompts([{"foo": "x"}], tokenizer, 9, or_none=True)
+
+
 # --- shapes -----------------------------------------------------------------
 
 QA = chat("q", "a")
@@ -428,8 +460,11 @@ def test_finer_points_of_shapes():
     numbers = {"messages": None, "prompt": "[1, 2]", "completion": 2}
     assert to_messages(numbers) == chat("[1, 2]", "2")
     margins = [{"margin": "0.5"}, {"chosen_score": 3, "rejected_score": 1}, {"margin": None},
-               {"margin": ""}, {"margin": 0, "chosen_score": 1, "rejected_score": 0}]
-    assert [to_pair(PAIR_ROWS[0] | m)[3] for m in margins] == [0.5, 2.0, None, None, 0.0]
+               {"margin": ""}, {"margin": 0, "chosen_score": 1, "rejected_score": 0},
+               {"chosen_score": "", "rejected_score": "1"}, {"chosen_score": 1},
+               {"margin": " ", "chosen_score": "3", "rejected_score": "-1e1"}]
+    assert [to_pair(PAIR_ROWS[0] | m)[3] for m in margins] == [
+        0.5, 2.0, None, None, 0.0, None, None, 13.0]
     assert encode_pairs([PAIR_ROWS[0] | margins[0]], make_tokenizer(), 9)[1] == [0.5]
     # Sides that part early: the prompt ends there, and every later reply is learned.
     long = {"chosen": chat("q", "a", "r", "b"), "rejected": chat("q", "c", "r", "d")}
@@ -457,7 +492,15 @@ def test_unknown_and_bad_rows_are_named():  # DAT-8
         (encode_pairs, {"chosen": "a", "rejected": "b"}),
         (encode_sft, {"prompt": {"a": 1}, "response": ""}),
         (encode_prompts, {"messages": QA[1:]}),
-        (encode_pairs, PAIR_ROWS[0] | {"margin": "much"}),
+        *[(encode_pairs, PAIR_ROWS[0] | {"margin": margin}) for margin in
+          ("much", float("nan"), float("inf"), "-inf", 1e39, 10**400, [1], {"a": 1}, True)],
+        (encode_pairs, PAIR_ROWS[0] | {"chosen_score": "nan", "rejected_score": 1}),
+        (encode_pairs, PAIR_ROWS[0] | {"chosen_score": 1, "rejected_score": []}),
+        *[(encode_sft, {"messages": [{"role": role, "content": "q"}, QA[1]]}) for role in
+          (["user"], {"a": 1}, 5, True, "")],
+        (encode_sft, {"text": "\ud800"}), (encode_sft, {"prompt": "\ud800", "completion": "a"}),
+        (encode_prompts, {"prompt": "q", "tests": ["\udfff"]}),
+        (encode_sft, {"messages": '[{"role": ' + "[" * 100_000}),
     ]:
         with pytest.raises(UserError, match=r"^my.jsonl:3: ") as error:
             function([row | here], make_tokenizer(), 99)
@@ -484,6 +527,28 @@ def test_jsonl_with_a_mark_blank_lines_and_a_broken_line(tmp_path):  # DAT-8
     for bad in (b'{"question": ', b"\xff", b"[1]", b"3"):
         path.write_bytes(b'{"question": "a"}\n\n' + bad + b"\n")
         with pytest.raises(UserError, match=r"rows.jsonl:3 "):
+            load_rows(str(path))
+
+
+def test_rows_that_break_a_template_or_nest_too_deep_are_named(tmp_path):
+    tokenizer = make_tokenizer(CHATML.replace("m.content", "m.content + m.name|default('')"))
+    with pytest.raises(UserError, match=r"^my.jsonl:3: "):  # the template's TypeError
+        encode_sft([{"messages": [QA[0] | {"name": 5}, QA[1]], data.ORIGIN: "my.jsonl:3"}],
+                   tokenizer, 99)
+    deep = "[" * 100_000 + "]" * 100_000
+    for text, where in ((deep, "rows.jsonl "), ('{"text": "a"}\n{"a": %s}' % deep, "jsonl:2 ")):
+        (tmp_path / "rows.jsonl").write_text(text)
+        with pytest.raises(UserError, match=where + ".*recursion"):
+            load_rows(str(tmp_path / "rows.jsonl"))
+
+
+def test_csv_cells_may_be_long_but_not_left_open(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("text,n\n" + "x" * 200_000 + ",1\n")
+    assert len(load_rows(str(path))[0]["text"]) == 200_000
+    for text, line in (('a,b\n1,2\n"x,1\n2,3\n4,5\n', 3), ('a,b\n"x"y,1\n', 2), ('"a,b\n', 1)):
+        path.write_text(text)
+        with pytest.raises(UserError, match=rf"rows.csv .row from line {line} on: "):
             load_rows(str(path))
 
 
@@ -532,8 +597,17 @@ def test_hub_names(monkeypatch):
         raise datasets.exceptions.DatasetNotFoundError("not there\nor private")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(UserError, match="cannot read nobody/nothing .not there."):
+    with pytest.raises(UserError, match="nothing .it is neither a file.*: not there."):
         load_rows("nobody/nothing")
+
+
+@pytest.mark.parametrize("spec", [":::", "::", "../x", "no/such/file.txt", "~nobody-here/x"])
+def test_specs_that_are_nothing(spec):
+    with pytest.raises(UserError, match="^cannot read ") as error:
+        load_rows(spec)
+    assert "\n" not in str(error.value)
+    assert "neither a file, a folder saved by datasets nor a hub data" in str(error.value) or \
+        spec[0] == "~"
 
 
 def test_nothing_is_cached(monkeypatch):  # DAT-7
@@ -574,6 +648,8 @@ def test_from_rows_shifts_the_mask_into_the_action_frame():
     for rows in ([], [([], [])]):
         with pytest.raises(ValueError):
             Batch.from_rows(rows)
+    with pytest.raises(ValueError, match=r"bad rows: \[1\]"):
+        Batch.from_rows([([1, 2], [0, 1]), ([1, 2, 3], [0, 1]), ([1], [1])])
 
 
 def test_select_equals_building_from_those_rows_and_carries_every_field():
@@ -585,7 +661,14 @@ def test_select_equals_building_from_those_rows_and_carries_every_field():
         assert torch.equal(getattr(got, name), getattr(alone, name))
     assert got.logp.tolist() == [6, 7, 8, 9, 0, 1, 2, 0, 1, 2, 4, 5]
     assert got.scores.tolist() == [3, 0, 0, 2] and got.values is None and type(got) is Scored
-    assert len(batch.select([])) == 0
+    assert len(batch.select([])) == 0 == len(batch.select([False] * 4))
+    for mask in ([True, False, False, True], torch.tensor([1, 0, 0, 1]).bool()):
+        assert batch.select(mask).scores.tolist() == [0, 3]
+    for pair in ((2, 1), torch.tensor([2, 1])):
+        assert batch.select(pair).scores.tolist() == [2, 1]
+    for wrong in ([True, False], [True] * 5, [1.0], torch.ones(4), [4], [0, -1]):
+        with pytest.raises(IndexError, match="sequences 0 to 3"):
+            batch.select(wrong)
 
 
 @pytest.mark.parametrize("micro, unit, sizes", [

@@ -14,8 +14,8 @@ from nanorlhf import toy
 from nanorlhf.data import Batch, encode, encode_sft
 from nanorlhf.losses import bradley_terry_loss, sft_loss, token_weights
 from nanorlhf.model import (
-    distinct_pad, eos_ids, frozen_copy, load_policy, load_reward_model, load_scorer, normalised,
-    prepare, save_model, sequence_scores, token_logprobs, token_values,
+    distinct_pad, eos_ids, load_policy, load_reference, load_reward_model, load_scorer,
+    normalised, prepare, save_model, sequence_scores, token_logprobs, token_values,
 )
 from nanorlhf.utils import UserError
 from tiny import FAMILIES, SMALL, tiny_config, tiny_model
@@ -152,7 +152,7 @@ def test_dropout_in_the_config_is_off(family, options):
     model.train()
     for _ in range(2):
         assert torch.equal(token_logprobs(model, batch)[0], expected)
-    reference = frozen_copy(model)
+    reference = load_reference("", model, None)
     assert torch.equal(token_logprobs(reference, batch)[0], expected)
     assert not any(p.requires_grad for p in reference.parameters())
 
