@@ -23,14 +23,11 @@ import torch
 
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import dpo_loss, sft_loss
-from nanorlhf.model import (
-    DTYPES, autocast, eos_ids, load_policy, load_reference, longest, save_model, token_logprobs,
-)
+from nanorlhf.model import (DTYPES, autocast, eos_ids, load_policy, load_reference, longest,
+                            save_model, token_logprobs)
 from nanorlhf.rollout import score_tokens
 from nanorlhf.sampler import Sampler
-from nanorlhf.utils import (
-    Common, Run, add_stats, flag, lr_at, main, optimizer_step, seed_everything, trainable,
-)
+from nanorlhf.utils import Common, Run, add_stats, flag, lr_at, main, optimizer_step, trainable
 
 
 @dataclass
@@ -59,7 +56,6 @@ def train(cfg):
     dpo_loss(*torch.zeros(4, 1), cfg.beta, cfg.loss_type, cfg.label_smoothing,
              torch.ones(2, 1))  # a dry call: options that do not go together are refused here
     run = Run(cfg)
-    seed_everything(cfg.seed)
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
@@ -129,9 +125,7 @@ def train(cfg):
             found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
             metrics = found | metrics  # `accuracy` is that of the pairs
             run.samples(step + 1, samples)
-        run.log(step + 1, metrics)
-        if run.due(step, cfg.save_every):
-            run.save(step + 1, **state)
+        run.end_step(step, metrics, **state)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

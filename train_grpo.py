@@ -21,19 +21,15 @@ What to expect on the embedded world: EXPECTED
 from dataclasses import dataclass
 
 from nanorlhf import evaluate
-from nanorlhf.losses import (
-    group_advantages, importance_weights, kl_estimate, ppo_policy_loss, ppo_stats, token_weights,
-)
-from nanorlhf.model import (
-    DTYPES, autocast, load_policy, load_reference, load_reward_model, save_model, token_logprobs,
-)
+from nanorlhf.losses import (group_advantages, importance_weights, kl_estimate, ppo_policy_loss,
+                             ppo_stats, token_weights)
+from nanorlhf.model import (DTYPES, autocast, load_policy, load_reference, load_reward_model,
+                            save_model, token_logprobs)
 from nanorlhf.rewards import load_reward
-from nanorlhf.rollout import check_rl_flags, mini_batches, rl_prompts, roll_out, warn_if_hopeless
+from nanorlhf.rollout import mini_batches, rl_prompts, roll_out
 from nanorlhf.sampler import Sampler
-from nanorlhf.utils import (
-    Common, Run, UserError, add_stats, flag, lr_at, main, mean_stats, optimizer_step,
-    seed_everything, trainable,
-)
+from nanorlhf.utils import (Common, Run, UserError, add_stats, flag, lr_at, main, mean_stats,
+                            optimizer_step, trainable)
 
 AGGREGATION = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant"}
 
@@ -66,14 +62,12 @@ class Config(Common):
 
 
 def train(cfg):
-    check_rl_flags(cfg)
     if cfg.group_size < 2:
         raise UserError("--group_size 1: an advantage measured against the group needs at least 2 "
                         "answers to a prompt; use train_ppo.py for one")
     if cfg.loss_type not in AGGREGATION:
         raise UserError(f"--loss_type {cfg.loss_type} must be one of {', '.join(AGGREGATION)}")
     run = Run(cfg)
-    seed_everything(cfg.seed)
 
     # --- data and reward ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
@@ -84,9 +78,8 @@ def train(cfg):
     prompts, held_out = rl_prompts(cfg, model, tokenizer, reward)
 
     # --- models: the policy, its sampler over the same tensors, the frozen reference ---
-    reference = None
-    if cfg.kl_coef:
-        reference = load_reference(cfg.ref_model, model, tokenizer, cfg.device)
+    reference = (load_reference(cfg.ref_model, model, tokenizer, cfg.device) if cfg.kl_coef
+                 else None)
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     state = dict(model=model, optimizer=optimizer, scaler=scaler)
@@ -95,10 +88,8 @@ def train(cfg):
     # --- training ---
     for step, picked in run.steps(len(prompts), start):
         # 1. Answer the prompts of this iteration, group_size times each, and score the answers.
-        rollout, metrics, completions = roll_out(cfg, step, [prompts[i] for i in picked], sampler,
-                                                 reward, model, reference)
-        if step == start:
-            warn_if_hopeless(completions, cfg.max_new_tokens, reward)
+        rollout, metrics = roll_out(cfg, step, [prompts[i] for i in picked], sampler, reward,
+                                    model, reference)
 
         # 2. Measure each answer against its group.
         advantages = group_advantages(rollout.scores, cfg.group_size, cfg.advantage)  # (B,)
@@ -139,9 +130,7 @@ def train(cfg):
             found, samples = evaluate.held_out_answers(sampler, held_out, cfg)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
             run.samples(step + 1, samples)
-        run.log(step + 1, metrics)
-        if run.due(step, cfg.save_every):
-            run.save(step + 1, **state)
+        run.end_step(step, metrics, **state)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

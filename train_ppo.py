@@ -25,21 +25,15 @@ from dataclasses import dataclass
 import torch
 
 from nanorlhf import evaluate
-from nanorlhf.losses import (
-    adaptive_kl, explained_variance, gae, importance_weights, kl_estimate, ppo_policy_loss,
-    ppo_stats, token_weights, value_loss, whiten,
-)
-from nanorlhf.model import (
-    DTYPES, autocast, load_policy, load_reference, load_reward_model, load_scorer, save_model,
-    token_logprobs, token_values,
-)
+from nanorlhf.losses import (adaptive_kl, explained_variance, gae, importance_weights, kl_estimate,
+                             ppo_policy_loss, ppo_stats, token_weights, value_loss, whiten)
+from nanorlhf.model import (DTYPES, autocast, load_policy, load_reference, load_reward_model,
+                            load_scorer, save_model, token_logprobs, token_values)
 from nanorlhf.rewards import load_reward
-from nanorlhf.rollout import check_rl_flags, mini_batches, rl_prompts, roll_out, warn_if_hopeless
+from nanorlhf.rollout import mini_batches, rl_prompts, roll_out
 from nanorlhf.sampler import Sampler
-from nanorlhf.utils import (
-    Common, Run, UserError, add_stats, flag, lr_at, main, mean_stats, optimizer_step,
-    seed_everything, trainable,
-)
+from nanorlhf.utils import (Common, Run, UserError, add_stats, flag, lr_at, main, mean_stats,
+                            optimizer_step, trainable)
 
 
 @dataclass
@@ -78,11 +72,9 @@ class Config(Common):
 
 
 def train(cfg):
-    check_rl_flags(cfg)
     if 0 < cfg.dual_clip <= 1:
         raise UserError(f"--dual_clip {cfg.dual_clip}: the bound must be above 1 (0: none)")
     run = Run(cfg)
-    seed_everything(cfg.seed)
 
     # --- data and reward ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
@@ -107,10 +99,8 @@ def train(cfg):
     # --- training ---
     for step, picked in run.steps(len(prompts), start):
         # 1. Answer the prompts of this iteration, score the answers, and ask the critic.
-        rollout, metrics, completions = roll_out(cfg, step, [prompts[i] for i in picked], sampler,
-                                                 reward, model, reference)
-        if step == start:
-            warn_if_hopeless(completions, cfg.max_new_tokens, reward)
+        rollout, metrics = roll_out(cfg, step, [prompts[i] for i in picked], sampler, reward,
+                                    model, reference)
         with torch.no_grad(), autocast(cfg.device, cfg.dtype):
             rollout.values = torch.cat([token_values(critic, part)
                                         for part in rollout.split(cfg.micro_tokens)])  # (N,)
@@ -127,8 +117,8 @@ def train(cfg):
         rollout.advantages = whiten(rollout.advantages, mask)
         metrics["kl_coef"] = kl_coef
         metrics["kl_penalty"] = float(-kl_coef * (kl * mask).sum() / mask.sum())
-        metrics["explained_variance"] = float(explained_variance(rollout.values, rollout.returns,
-                                                                 mask))
+        explained = explained_variance(rollout.values, rollout.returns, mask)
+        metrics["explained_variance"] = float(explained)
 
         # 3. Improve policy and critic on them, each with its own optimiser.
         lr = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
@@ -172,9 +162,7 @@ def train(cfg):
             found, samples = evaluate.held_out_answers(sampler, held_out, cfg)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
             run.samples(step + 1, samples)
-        run.log(step + 1, metrics)
-        if run.due(step, cfg.save_every):
-            run.save(step + 1, {"kl_coef": kl_coef}, **state)
+        run.end_step(step, metrics, {"kl_coef": kl_coef}, **state)
 
     if run.total <= cfg.critic_warmup:
         print(f"warning: all {run.total} iterations were --critic_warmup, the policy did not learn",

@@ -22,13 +22,10 @@ import torch
 
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import bradley_terry_loss
-from nanorlhf.model import (
-    autocast, eos_ids, load_policy, load_scorer, longest, save_model, sequence_scores,
-)
+from nanorlhf.model import (autocast, eos_ids, load_policy, load_scorer, longest, save_model,
+                            sequence_scores)
 from nanorlhf.sampler import Sampler
-from nanorlhf.utils import (
-    Common, Run, flag, lr_at, main, optimizer_step, seed_everything, trainable,
-)
+from nanorlhf.utils import Common, Run, flag, lr_at, main, optimizer_step, trainable
 
 
 @dataclass
@@ -43,7 +40,6 @@ class Config(Common):
 
 def train(cfg):
     run = Run(cfg)
-    seed_everything(cfg.seed)
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     scorer, tokenizer = load_scorer(cfg.model, cfg.device)
@@ -91,9 +87,7 @@ def train(cfg):
                 {"response": tokenizer.decode(row[0]), "score": float(score), "preferred": side}
                 for pair, pair_scores in zip(held_out[:3], scores)
                 for row, score, side in zip(pair, pair_scores, ("chosen", "rejected"))])
-        run.log(step + 1, metrics)
-        if run.due(step, cfg.save_every):
-            run.save(step + 1, **state)
+        run.end_step(step, metrics, **state)
 
     # Mean and spread of the held-out scores travel in config.json: PPO rewards are normalised by
     # them, plain transformers ignores them.

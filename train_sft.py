@@ -19,13 +19,10 @@ from functools import partial
 
 from nanorlhf import data, evaluate, toy
 from nanorlhf.losses import sft_loss, token_weights
-from nanorlhf.model import (
-    DTYPES, autocast, eos_ids, load_policy, longest, save_model, token_logprobs,
-)
+from nanorlhf.model import (DTYPES, autocast, eos_ids, load_policy, longest, save_model,
+                            token_logprobs)
 from nanorlhf.sampler import Sampler
-from nanorlhf.utils import (
-    Common, Run, flag, lr_at, main, optimizer_step, seed_everything, trainable,
-)
+from nanorlhf.utils import Common, Run, flag, lr_at, main, optimizer_step, trainable
 
 
 @dataclass
@@ -42,7 +39,6 @@ class Config(Common):
 
 def train(cfg):
     run = Run(cfg)
-    seed_everything(cfg.seed)
 
     # --- data: rows become token ids and masks, once ---
     model, tokenizer = load_policy(cfg.model, cfg.device, cfg.seed)
@@ -85,9 +81,7 @@ def train(cfg):
                 found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
                 metrics |= found
                 run.samples(step + 1, samples)
-        run.log(step + 1, metrics)
-        if run.due(step, cfg.save_every):
-            run.save(step + 1, **state)
+        run.end_step(step, metrics, **state)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

@@ -213,11 +213,6 @@ def _conversations(row, kind):
     return prompt, sides, cells
 
 
-def to_messages(row):
-    """An SFT row as messages [{"role", "content"}], or as a string if it is a `text` row."""
-    return _conversations(row, "SFT")[1][0]
-
-
 def to_pair(row):
     """(prompt, chosen, rejected, margin or None); the prompt ends where the two sides part."""
     _, [a, b], cells = _conversations(row, "preference")
@@ -289,8 +284,7 @@ def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=
     The mask marks each assistant turn, from turn `first_target` on, and what ends it, but no role
     header. The last reply ends the ids, with EOS or one of stop_ids. Text is learned whole and
     closed by EOS. A BOS comes first if the template or the tokenizer adds one, never two.
-    prompt_only: up to the generation prompt, mask 0. bare: the prompt, if it is a mere string.
-    """
+    prompt_only: up to the generation prompt, mask 0. bare: the prompt, if it is a mere string."""
     if tokenizer.eos_token is None and not prompt_only:
         raise UserError("the tokenizer has no EOS, so no reply would end; set tokenizer.eos_token")
     if isinstance(messages_or_text, str):

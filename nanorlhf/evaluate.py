@@ -17,9 +17,8 @@ import torch
 
 from nanorlhf import data, toy
 from nanorlhf.losses import bradley_terry_loss, sft_loss
-from nanorlhf.model import (
-    is_scorer, load_policy, load_reward_model, load_scorer, sequence_scores, token_logprobs,
-)
+from nanorlhf.model import (is_scorer, load_policy, load_reward_model, load_scorer,
+                            sequence_scores, token_logprobs)
 from nanorlhf.rollout import lay_out, mean, model_scores, right_answers
 from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import clean, flag, main, seed_everything, writable
@@ -40,10 +39,8 @@ def answer(sampler, prompts, params, embedded=False):
     """(metrics, completions) of held-out prompts, a list of (ids, columns)."""
     sampler.sync()
     completions = sampler.generate([ids for ids, _ in prompts], params)
-    metrics = {
-        "response_length": mean([len(c.token_ids) for c in completions]),
-        "eos_rate": mean([c.finish_reason == "stop" for c in completions]),
-    }
+    metrics = {"response_length": mean([len(c.token_ids) for c in completions]),
+               "eos_rate": mean([c.finish_reason == "stop" for c in completions])}
     for name, values in right_answers(prompts, completions, embedded).items():
         metrics[name] = mean([v for v in values if v is not None])
         if params.n > 1 and name != "worked_share":
@@ -84,11 +81,8 @@ def pair_scores(scorer, pairs, micro_tokens, device):
 
 
 def rank(scorer, pairs, micro_tokens=16384, device="cpu"):
-    """(metrics, (P, 2) scores) of a reward model on encoded pairs.
-
-    `length_bias` is the share of pairs in which the longer answer gets the higher score, less the
-    share in which the annotator chose the longer one: 0 if the model likes length as people do.
-    """
+    """(metrics, (P, 2) scores) of a reward model on encoded pairs. `length_bias`: how much oftener
+    the longer answer is scored higher than it was chosen by the annotator."""
     scores = pair_scores(scorer, pairs, micro_tokens, device)
     chosen, rejected = scores.cpu().unbind(1)
     longer = torch.tensor([len(c[0]) - len(r[0]) for c, r in pairs])

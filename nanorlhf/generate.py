@@ -7,6 +7,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,9 +65,7 @@ def generate(cfg):
     if out:
         out.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     for answer in [] if out else answers:
-        if len(answers) > 1:
-            tqdm.write(f"--- {answer['prompt']}")
-        tqdm.write(answer["response"])
+        tqdm.write((f"--- {answer['prompt']}\n" if len(answers) > 1 else "") + answer["response"])
     if refused:
         raise UserError(f"{len(refused)} not answered; {refused[0].text}")
 
@@ -87,18 +86,13 @@ def converse(sampler, tokenizer, params, opening):
     """A conversation on the keyboard; an empty line ends it."""
     messages = list(opening)
     print("an empty line ends the conversation", file=sys.stderr)
-    while True:
-        try:
-            text = input("you: ").strip()
-        except EOFError:
-            return
-        if not text:
-            return
-        messages.append({"role": "user", "content": text})
-        ids, _ = data.encode(messages, tokenizer, prompt_only=True)
-        completion = sampler.generate([ids], params)[0]
-        print(f"model: {completion.text}")
-        messages.append({"role": "assistant", "content": completion.text})
+    with suppress(EOFError):
+        while text := input("you: ").strip():
+            messages.append({"role": "user", "content": text})
+            ids, _ = data.encode(messages, tokenizer, prompt_only=True)
+            completion = sampler.generate([ids], params)[0]
+            print(f"model: {completion.text}")
+            messages.append({"role": "assistant", "content": completion.text})
 
 
 if __name__ == "__main__":

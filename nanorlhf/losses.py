@@ -34,9 +34,7 @@ def token_weights(mask, cu_seqlens, kind, max_tokens=None):
 
     token     1 / tokens of the batch: every token counts alike (DAPO eq. 8, OpenRLHF, SFT)
     sequence  1 / (tokens of the sequence * non-empty sequences): GRPO eq. 3, mean of means
-    constant  1 / (B * max_tokens), max_tokens the longest answer allowed: Dr. GRPO
-    Call it on the whole optimiser window, then cut the window into micro-batches.
-    """
+    constant  1 / (B * max_tokens), max_tokens the longest answer allowed: Dr. GRPO"""
     mask, B = mask.float(), len(cu_seqlens) - 1
     if kind == "token":
         return mask / mask.sum().clamp(min=1)
@@ -59,8 +57,7 @@ def bradley_terry_loss(chosen, rejected, margin=None, centre_coef=0.0):
     """-sum(log sigmoid(chosen - rejected - margin) - centre_coef * (chosen + rejected)^2).
 
     chosen, rejected (P,) scores; margin (P,) or None (Llama 2 eq. 2). Bradley-Terry: InstructGPT
-    eq. 1. The centring term holds the mean score near 0 (Eisenstein et al. 2023, TRL).
-    """
+    eq. 1. The centring term holds the mean score near 0 (Eisenstein et al. 2023, TRL)."""
     check_shapes(chosen=chosen, rejected=rejected, **({} if margin is None else {"margin": margin}))
     if chosen.dim() != 1:
         raise ValueError(f"scores must be (P,), one a reply, not {tuple(chosen.shape)}")
@@ -77,8 +74,7 @@ def dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
     ipo      (d - 1/(2 beta))^2: IPO eq. 17; per-token means if lengths are given (TRL), else sums
     hinge    relu(1 - beta d): SLiC on log-ratios
     simpo    as sigmoid on beta d - gamma, d of per-token means, ref_* ignored: SimPO eq. 6
-    lengths: (tokens of chosen (P,), tokens of rejected (P,)), read by ipo and simpo only.
-    """
+    lengths: (tokens of chosen (P,), tokens of rejected (P,)), read by ipo and simpo only."""
     if loss_type not in DPO_TYPES:
         raise UserError(f"unknown loss_type {loss_type!r}; choose one of {', '.join(DPO_TYPES)}")
     if label_smoothing and loss_type in ("ipo", "hinge"):
@@ -107,9 +103,7 @@ def ppo_policy_loss(logp, old_logp, advantages, mask, clip_eps_low=0.2, clip_eps
     """-sum(mask * min(r A, clip(r, 1 - low, 1 + high) A)), r = exp(logp - old_logp); all (N,).
 
     PPO eq. 7; low < high is DAPO's clip-higher; dual_clip c > 1 bounds the objective below by c A
-    where A < 0 (Ye et al. 2020). old_logp is a constant. A clipped token has gradient exactly 0.
-    With one update per rollout r = 1 and nothing is clipped: on-policy learning, not a fault.
-    """
+    where A < 0 (Ye et al. 2020). old_logp is a constant. A clipped token has gradient exactly 0."""
     logp, old_logp, A = masked(mask, logp=logp, old_logp=old_logp, advantages=advantages)
     ratio = (logp - old_logp.detach()).clamp(-BOUND, BOUND).exp()
     objective = torch.minimum(ratio * A, ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high) * A)
@@ -119,10 +113,8 @@ def ppo_policy_loss(logp, old_logp, advantages, mask, clip_eps_low=0.2, clip_eps
 
 
 def value_loss(values, old_values, returns, mask, value_clip=None):
-    """1/2 sum(mask * max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)); all (N,).
-
-    The clipped half (c = value_clip) is OpenAI baselines' and absent if value_clip is None.
-    """
+    """1/2 sum(mask * max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2)); all (N,). The
+    clipped half (c = value_clip) is OpenAI baselines' and absent if value_clip is None."""
     V, V_old, R = masked(mask, values=values, old_values=old_values.detach(), returns=returns)
     error = (V - R).square()
     if value_clip is not None:
@@ -138,8 +130,7 @@ def gae(rewards, values, mask, gamma, lam, cu_seqlens=None):
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  returns = A + V
     rewards, values, mask: (B, T), or (N,) packed with borders cu_seqlens (B+1,). "t+1" is the next
     *unmasked* position, so that holes (tool tokens) are skipped, as in verl; OpenRLHF has V = 0
-    there. V past the end is 0. Both results are 0 where mask is 0.
-    """
+    there. V past the end is 0. Both results are 0 where mask is 0."""
     check_shapes(rewards=rewards, values=values, mask=mask)
     if cu_seqlens is None:
         step = max(rewards.shape[-1], 1)
@@ -178,9 +169,8 @@ def kl_estimate(logp, ref_logp, kind):
     """Per-token estimate (N,) of KL(policy || ref) on tokens sampled from the *policy*.
 
     With l = logp - ref_logp: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, l >= -20 (Schulman 2020).
-    k1 and k3 are unbiased (a flipped sign of l estimates something else), k3 is never negative. As
-    a loss, k2 alone has the gradient of the KL on average; that of k1 averages to 0.
-    """
+    k1 and k3 are unbiased, k3 is never negative. As a loss, k2 alone has the gradient of the KL on
+    average; that of k1 averages to 0."""
     check_shapes(logp=logp, ref_logp=ref_logp)
     log_ratio = logp - ref_logp
     if kind == "k1":
@@ -205,8 +195,7 @@ def group_advantages(rewards, group_size, kind):
     dr_grpo  R - mean: Liu et al. 2025, no upweighting of easy and hard prompts
     rloo     R - mean of the others: Ahmadian et al. 2024
     A NaN reward (the reward function abstained) stays out of the statistics and gets 0; so does a
-    group without spread or with fewer than two rewards.
-    """
+    group without spread or with fewer than two rewards."""
     if kind not in ("grpo", "dr_grpo", "rloo"):
         raise UserError(f"unknown kind of advantage {kind!r}; choose one of grpo, dr_grpo, rloo")
     if group_size < 2:
@@ -230,10 +219,8 @@ def group_advantages(rewards, group_size, kind):
 
 @torch.no_grad()
 def importance_weights(old_logp, sampler_logp, mask, cap=2.0):
-    """min(exp(old_logp - sampler_logp), cap) (N,): truncated importance sampling (Yao et al. 2025).
-
-    A factor on the policy loss's mask, for a sampler not quite equal to the trainer. 0 if masked.
-    """
+    """min(exp(old_logp - sampler_logp), cap) (N,), 0 if masked: truncated importance sampling (Yao
+    et al. 2025), a factor on the loss's mask for a sampler not quite equal to the trainer."""
     old_logp, sampler_logp = masked(mask, old_logp=old_logp, sampler_logp=sampler_logp)
     weights = (old_logp - sampler_logp).clamp(-BOUND, BOUND).exp().clamp(max=cap)
     return weights.masked_fill(mask == 0, 0)

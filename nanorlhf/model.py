@@ -1,8 +1,7 @@
 """Models: load and save policy, reward model, critic, reference; log-probs and values of a batch.
 
-The action frame. A batch lays its sequences end to end on one axis of N tokens. Index t of every
-per-token tensor (log-prob, advantage, mask, ...) speaks of the *prediction of token t+1*, made
-from the hidden state at t. The last position of a sequence predicts nothing and is masked.
+The action frame: index t of every per-token tensor (log-prob, advantage, mask, ...) speaks of the
+*prediction of token t+1*, made from the hidden state at t.
 
 A policy is any HF causal language model whose attention goes through transformers'
 `AttentionInterface`; a reward model, and a critic, is the `ForSequenceClassification` class of the
@@ -17,10 +16,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
-    GenerationConfig, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-)
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
+                          AutoTokenizer, GenerationConfig,
+                          MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
 from transformers.utils import logging as transformers_logging
 
 import nanorlhf.attention  # noqa: F401  registers the attention function
@@ -32,10 +30,8 @@ from nanorlhf.utils import UserError
 transformers_logging.disable_progress_bar()  # the scripts show bars of their own
 transformers_logging.set_verbosity_error()  # what matters of its reports, load_weights raises
 PAD = "<|pad|>"
+RUNS = ("sft", "rm", "dpo", "ppo", "grpo")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-# --- loading and saving ---------------------------------------------------------------------------
 
 
 def load_policy(path, device="cpu", seed=0):
@@ -59,17 +55,13 @@ def load_weights(model_class, path, new=(), **kwargs):
     missing = [name for name in report["missing_keys"] if name not in new]
     if missing:
         raise UserError(f"{path} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}"
-                        f"{' ...' if len(missing) > 3 else ''}; the folder is damaged or of "
-                        "another kind")
+                        "; the folder is damaged or of another kind")
     return model
 
 
 def load_scorer(path, device="cpu"):
-    """A reward model or critic from a reward model's folder, or made new from a policy's.
-
-    Made new, the head starts at zero: the first loss is ln 2 and the first value 0. A random head
-    costs the trunk its first steps.
-    """
+    """A reward model or critic from a reward model's folder, or made new from a policy's: its head
+    then starts at zero, for a random head costs the trunk its first steps."""
     if path == "toy":
         policy, tokenizer, fresh = toy.new_model(), toy.tokenizer(), True
         policy.config.num_labels = 1
@@ -140,18 +132,13 @@ def read_folder(path):
                         "folder, such as runs/sft")
     if not Path(path).is_dir() and (str(path).startswith((".", "/", "runs/")) or
                                     str(path).count("/") > 1 or Path(path).exists()):
-        raise UserError(f"no model folder {path}{hint(path)}")
+        name = Path(path).name  # of a folder that a script makes unless told otherwise
+        made = f"; `python train_{name}.py` makes it" if name in RUNS else ""
+        raise UserError(f"no model folder {path}{made}")
     try:
         return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load a model from {path}: {str(error).splitlines()[0]}") from None
-
-
-def hint(path):
-    """Which command makes a missing default folder."""
-    name = Path(path).name
-    scripts = {"sft", "rm", "dpo", "ppo", "grpo"}
-    return f"; `python train_{name}.py` makes it" if name in scripts else ""
 
 
 def prepare(model, name):
@@ -173,11 +160,8 @@ def prepare(model, name):
 
 @torch.no_grad()
 def check(model):
-    """Two short sequences packed through our code must come out as each alone in transformers'.
-
-    That shows that the model hands our layout to every layer, has no layers without attention
-    (linear attention, convolutions), and does nothing to its logits that we lack.
-    """
+    """Two short sequences packed through our code must come out as each alone in transformers': the
+    model hands our layout to every layer, and does nothing to its logits that we lack."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
     if kinds - {"full_attention", "sliding_attention"}:
         raise ValueError(f"it has layers of kind {', '.join(sorted(kinds))}")
@@ -203,12 +187,8 @@ def check(model):
 
 
 def distinct_pad(model, tokenizer):
-    """Give a reward model a pad token of its own.
-
-    transformers reads the score of a padded row at the last token that is not pad; with
-    pad = eos that would be the token before the EOS. The vocabulary grows only if it has no
-    spare row.
-    """
+    """Give a reward model a pad token of its own: transformers reads the score of a padded row at
+    the last token that is not pad; with pad = eos that would be the token before the EOS."""
     ends = eos_ids(model, tokenizer)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
         tokenizer.add_special_tokens({"pad_token": PAD})
@@ -228,17 +208,13 @@ def eos_ids(model, tokenizer):
 
 
 def save_model(model, tokenizer, folder):
-    """A plain HF folder, which `from_pretrained` opens without nanorlhf.
-
-    The generation config is rewritten so that plain `generate` samples as we do and stops where
-    our sampler stops; a base model's contradictory one (do_sample=False with a temperature)
-    would refuse to be saved.
-    """
+    """A plain HF folder, which `from_pretrained` opens without nanorlhf. With the generation config
+    written here plain `generate` samples and stops as we do; a base model's contradictory one
+    (do_sample=False with a temperature) would refuse to be saved."""
     if hasattr(model, "lm_head"):
         model.generation_config = GenerationConfig(
             do_sample=True, temperature=1.0, top_k=0, bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=sorted(eos_ids(model, tokenizer)), pad_token_id=tokenizer.pad_token_id,
-        )
+            eos_token_id=sorted(eos_ids(model, tokenizer)), pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     config = Path(folder) / "config.json"  # our attention is not the reader's
@@ -253,9 +229,6 @@ def autocast(device, dtype):
     return torch.autocast(torch.device(device).type, dtype=DTYPES[dtype])
 
 
-# --- forward passes -------------------------------------------------------------------------------
-
-
 def hidden_states(model, batch):
     """(N, H) last hidden states of a packed batch."""
     return model.base_model(
@@ -265,11 +238,8 @@ def hidden_states(model, batch):
 
 
 def token_logprobs(policy, batch, temperature=1.0):
-    """Log-prob of each next token and entropy of its distribution, (N,) each, in the action frame.
-
-    Zero where `batch.loss_mask` is zero: those positions never reach the vocabulary.
-    log_softmax(logits / temperature) in fp32 over the full vocabulary, as in the sampler.
-    """
+    """log_softmax(logits / temperature) of each next token and entropy of its distribution, (N,)
+    each, in fp32. Zero where `batch.loss_mask` is: those positions never reach the vocabulary."""
     kept = batch.loss_mask.nonzero()[:, 0]  # (M,)
     hidden = hidden_states(policy, batch).index_select(0, kept)  # (M, H)
     head, config = policy.get_output_embeddings(), policy.config.get_text_config()
@@ -278,8 +248,7 @@ def token_logprobs(policy, batch, temperature=1.0):
     scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
     logp, entropy = logprob.token_logprobs(
         hidden * scale if scale != 1.0 else hidden, head.weight, batch.input_ids[kept + 1],
-        temperature, bias=head.bias, softcap=getattr(config, "final_logit_softcapping", None),
-    )
+        temperature, bias=head.bias, softcap=getattr(config, "final_logit_softcapping", None))
     zeros = torch.zeros(len(batch.input_ids), device=logp.device)
     return zeros.index_copy(0, kept, logp), zeros.index_copy(0, kept, entropy.to(zeros.dtype))
 

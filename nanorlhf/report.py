@@ -21,10 +21,19 @@ from nanorlhf import data, evaluate, toy
 from nanorlhf.model import is_scorer, load_policy, load_reward_model
 from nanorlhf.rollout import lay_out, model_scores, score_tokens
 from nanorlhf.sampler import Sampler, SamplingParams
-from nanorlhf.utils import UserError, read_jsonl, run_script
+from nanorlhf.utils import UserError, read_jsonl, refuse, run_script
 
 MICRO_TOKENS = 16384
-
+FLAGS = {  # default, help
+    "out": (Path("runs/report"), "folder to write"),
+    "base": ("", "start model, on the embedded world: also measure every policy's gold score and "
+             "its KL from this model"),
+    "reward_model": ("", "also best-of-n under this reward model"),
+    "toy_grade": ("4x2", "sums: digits x terms"),
+    "n": (16, "largest n of best-of-n"),
+    "limit": (256, "held-out questions"),
+    "max_new_tokens": (96, "longest answer"),
+}
 PANELS = [  # title, metric names: whichever of them a run has is drawn
     ("loss", ["loss", "eval_loss"]),
     ("pair accuracy", ["accuracy", "eval_accuracy"]),
@@ -43,11 +52,9 @@ PANELS = [  # title, metric names: whichever of them a run has is drawn
 
 
 def points(rows, name):
-    """(steps, values) of a metric. A value that was not finite (null) leaves a visible gap; zero
-    is a value like any other."""
-    rows = [row for row in rows if name in row]
-    return [row["step"] for row in rows], [math.nan if row[name] is None else row[name]
-                                           for row in rows]
+    """(steps, values) of a metric. A value that was not finite (null) leaves a visible gap."""
+    pairs = [(row["step"], row[name]) for row in rows if name in row]
+    return [step for step, _ in pairs], [math.nan if x is None else x for _, x in pairs]
 
 
 def curves(folders, path):
@@ -79,9 +86,6 @@ def curves(folders, path):
     finish(figure, path)
 
 
-# --- what the methods made of one start model (embedded world) ------------------------------------
-
-
 def measure(policy, tokenizer, base, prompts, max_new_tokens):
     """Numbers of one policy on held-out prompts, with its KL from the base model per answer."""
     params = SamplingParams(max_new_tokens=max_new_tokens, seed=0)
@@ -92,9 +96,11 @@ def measure(policy, tokenizer, base, prompts, max_new_tokens):
     return found | {"kl": float((logp - base_logp).sum()) / len(batch)}
 
 
-def label(folder, folders):
-    """A run's name; its path where another run has the same name."""
-    return folder.name if [f.name for f in folders].count(folder.name) == 1 else str(folder)
+def labels(folders):
+    """{run: its name, or its path where another run has the same name}."""
+    names = [folder.name for folder in folders]
+    return {folder: folder.name if names.count(folder.name) == 1 else str(folder)
+            for folder in folders}
 
 
 def compare(args):
@@ -103,15 +109,14 @@ def compare(args):
     base, tokenizer = load_policy(args.base)
     rows = toy.prompts(args.limit, split="eval", grade=grade)
     prompts = data.encode_prompts(rows, tokenizer, 512)
-    table = {label(folder, args.runs): measure(load_policy(str(folder))[0], tokenizer, base, prompts,
-                                  args.max_new_tokens)
-             for folder in args.runs if not is_scorer(str(folder))}
+    table = {name: measure(load_policy(str(folder))[0], tokenizer, base, prompts,
+                           args.max_new_tokens)
+             for folder, name in labels(args.runs).items() if not is_scorer(str(folder))}
     if not args.reward_model:
         return table, [], None
     scorer, sampler = load_reward_model(args.reward_model, tokenizer), Sampler(base, tokenizer)
-    pairs, _ = data.encode_pairs(toy.pairs(400, split="eval", sampler=sampler, noise=False,
-                                           grade=grade),
-                                 tokenizer, 512)
+    rows = toy.pairs(400, split="eval", sampler=sampler, noise=False, grade=grade)
+    pairs, _ = data.encode_pairs(rows, tokenizer, 512)
     params = SamplingParams(n=args.n, max_new_tokens=args.max_new_tokens, seed=0)
     completions = sampler.generate([ids for ids, _ in prompts], params)
     scores = model_scores(scorer, lay_out(completions), MICRO_TOKENS)
@@ -129,8 +134,7 @@ def distance_picture(args, table, best, path):
                   color="grey", label="best-of-n")
         for kl, gold, k in best:
             axis.annotate(str(k), (kl, gold), (3, -9), textcoords="offset points", fontsize=7)
-    for number, folder in enumerate(args.runs):
-        name = label(folder, args.runs)
+    for number, (folder, name) in enumerate(labels(args.runs).items()):
         if name in table:
             rows = [row for row in read_jsonl(folder / "metrics.jsonl")
                     if "kl_sequence" in row and "eval_gold_score" in row]
@@ -152,7 +156,6 @@ def finish(figure, path):
 
 
 def markdown(table, best, accuracy):
-    """The table, as Markdown."""
     names = ["gold_score", "worked_share", "response_length", "eos_rate", "kl"]
     lines = ["| model | " + " | ".join(name.replace("_", " ") for name in names) + " |",
              "|---" * (len(names) + 1) + "|"]
@@ -186,20 +189,10 @@ def report(args):
 
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-
-    def error(message):
-        raise UserError(f"{message}; see --help")
-
-    parser.error = error
+    parser.error = refuse
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument("--out", type=Path, default=Path("runs/report"), help="folder to write")
-    parser.add_argument("--base", default="", help="start model, on the embedded world: also "
-                        "measure every policy's gold score and its KL from this model")
-    parser.add_argument("--reward_model", default="", help="also best-of-n under this reward model")
-    parser.add_argument("--toy_grade", default="4x2", help="sums: digits x terms")
-    parser.add_argument("--n", type=int, default=16, help="largest n of best-of-n")
-    parser.add_argument("--limit", type=int, default=256, help="held-out questions")
-    parser.add_argument("--max_new_tokens", type=int, default=96, help="longest answer")
+    for name, (default, text) in FLAGS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     return parser.parse_args(argv)
 
 

@@ -33,8 +33,7 @@ def extract_answer(text):
     The mark that *starts* last decides, so that an inner mark wins over the one around it:
     `#### x` (up to the end of the line, words after a number dropped: `#### 18 apples`),
     `\boxed{x}` (braces balanced) or `<answer>x</answer>`. If that one is unclosed or empty there is
-    no answer. A text without any mark is an answer only if it is a number and nothing else.
-    """
+    no answer. A text without any mark is an answer only if it is a number and nothing else."""
     marks = list(MARK.finditer(text))
     if not marks:
         return text.strip() if parse_number(text) is not None else None
@@ -86,8 +85,7 @@ def read_gold(gold):
     """The reference answer in a data set's cell, or None if there is nothing to compare with.
 
     The cell holds a bare answer ("18", 5) or a solution with a mark (GSM8K's "... #### 18").
-    Unreadable: empty, a lone word or sign, prose ("see proof", a solution without a mark).
-    """
+    Unreadable: empty, a lone word or sign, prose ("see proof", a solution without a mark)."""
     gold = str(gold) if isinstance(gold, (str, int, float)) else ""
     gold = extract_answer(gold) if MARK.search(gold) else gold.strip()
     if not gold or len(set(WORDS.findall(gold))) > 1:
@@ -134,8 +132,7 @@ def load_reward(spec):
     """The reward that `spec` names: "math", "my_file.py:my_function" or "math+format*0.2".
 
     A sum is None where any part of it is: a row is judged in full or not at all. Paths may hold
-    neither + nor *. What the user's own file raises is left as it is.
-    """
+    neither + nor *. What the user's own file raises is left as it is."""
     if "+" not in spec and "*" not in spec:
         return _find(spec)
     terms = [re.fullmatch(r"\s*(.*?)\s*(?:\*\s*(-?\d*\.?\d+)\s*)?", t) for t in spec.split("+")]
@@ -163,11 +160,8 @@ def _find(name):
 
 
 def call_reward(reward, prompts, completions, /, **columns):
-    """Call a reward and check what it returns: one float or None for each completion.
-
-    Tensors, arrays and their scalars become floats, NaN and infinities None. UserError names a
-    reward that lacks a column, takes no **columns, or returns another count or type.
-    """
+    """What a reward returns, checked: one float or None for each completion. Tensors, arrays and
+    their scalars become floats, NaN and infinities None."""
     name = getattr(reward, "__name__", type(reward).__name__)
     try:
         inspect.signature(reward).bind(prompts, completions, **columns)

@@ -40,24 +40,18 @@ class Rollout(data.Batch):
     PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("scores", "group", "stopped")
 
 
-def check_rl_flags(config):
-    """Refuse sampling from which RL cannot learn."""
+def rl_prompts(config, model, tokenizer, reward):
+    """(training prompts, held-out prompts), lists of (ids, columns); the first one is printed."""
     if not 0 < config.temperature < float("inf"):
         raise UserError(f"--temperature {config.temperature}: RL needs samples that differ; give "
                         "a value above 0")
-    if config.max_new_tokens >= config.max_len:
+    most = longest(model, config.max_len)
+    room = most - config.max_new_tokens  # for the prompt
+    if room < 1:
         raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt "
-                        f"within --max_len {config.max_len}; raise --max_len")
-
-
-def rl_prompts(config, model, tokenizer, reward):
-    """(training prompts, held-out prompts), lists of (ids, columns); the first one is printed."""
+                        f"within the {most} tokens that --max_len and the model allow; lower it")
     train_rows, eval_rows = data.train_and_eval_rows(
         config, partial(toy.prompts, config.toy_rows), partial(toy.prompts, config.eval_prompts))
-    room = longest(model, config.max_len) - config.max_new_tokens  # for the prompt
-    if room < 1:
-        raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt: "
-                        f"the model reads {longest(model, config.max_len)} tokens")
     prompts = data.encode_prompts(train_rows, tokenizer, room, readable(reward))
     held_out = data.encode_prompts(eval_rows[: config.eval_prompts], tokenizer, room)
     data.show_masks([(prompts[0][0], [0] * len(prompts[0][0]))], tokenizer)
@@ -65,11 +59,8 @@ def rl_prompts(config, model, tokenizer, reward):
 
 
 def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
-    """Answer the prompts of one iteration, score the answers -> (Rollout, metrics, completions).
-
-    The log-probs of the policy before its updates (`old_logp`) and of the reference are those of
-    the trainer, not of the sampler. Answers that the reward cannot judge have loss_mask 0.
-    """
+    """Answer the prompts of one iteration, score the answers -> (Rollout, metrics).
+    old_logp is the trainer's, not the sampler's. Answers that cannot be judged get loss_mask 0."""
     params = [SamplingParams(n=config.group_size, temperature=config.temperature,
                              max_new_tokens=config.max_new_tokens,
                              seed=derive_seed(config.seed, step, i)) for i in range(len(prompts))]
@@ -94,7 +85,9 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
     if unjudged.all():
         tqdm.write(f"warning: the reward judged no answer of step {step + 1}, so nothing is "
                    "learned from it", file=sys.stderr)
-    return rollout, metrics, completions
+    if step == 0:
+        warn_if_hopeless(completions, config.max_new_tokens, reward)
+    return rollout, metrics
 
 
 def mini_batches(rollout, config, step):
@@ -121,11 +114,8 @@ def lay_out(completions, device="cpu"):
 
 
 def judge(rollout, completions, prompts, reward, micro_tokens):
-    """(B,) scores of the answers; NaN where the reward abstains.
-
-    reward: a reward model, which reads the sampled ids, or a function over texts, which also gets
-    the columns of prompts, a list of (ids, columns) as `data.encode_prompts` gives them.
-    """
+    """(B,) scores of the answers by a reward model, which reads the sampled ids, or by a function
+    over texts, which also gets the columns of prompts [(ids, columns)]; NaN where it abstains."""
     if isinstance(reward, torch.nn.Module):
         return model_scores(reward, rollout, micro_tokens)
     columns = [prompts[c.prompt_index][1] for c in completions]
@@ -134,18 +124,14 @@ def judge(rollout, completions, prompts, reward, micro_tokens):
     scores = call_reward(
         reward, [row["prompt"] for row in columns], [c.text for c in completions],
         finish_reasons=[c.finish_reason for c in completions],
-        **{name: [row.get(name) for row in columns] for name in names},
-    )
+        **{name: [row.get(name) for row in columns] for name in names})
     return torch.tensor([float("nan") if score is None else score for score in scores],
                         device=rollout.input_ids.device)
 
 
 @torch.no_grad()
 def model_scores(scorer, rollout, micro_tokens):
-    """(B,) scores by a reward model, on the sampled ids, normalised as its training recorded.
-
-    An unfinished response is scored at its last token, whatever that is.
-    """
+    """(B,) normalised scores by a reward model, at the last sampled token, whatever that is."""
     scores = torch.cat([sequence_scores(scorer, part) for part in rollout.split(micro_tokens)])
     return normalised(scorer, scores)
 

@@ -45,8 +45,7 @@ def tokenizer():
     return PreTrainedTokenizerFast(
         tokenizer_object=characters, pad_token="<|pad|>", unk_token="<|unk|>", eos_token="<|end|>",
         additional_special_tokens=SPECIAL[3:], chat_template=TEMPLATE, model_max_length=512,
-        clean_up_tokenization_spaces=False,
-    )
+        clean_up_tokenization_spaces=False)
 
 
 def new_model(seed=0, hidden=96, layers=3):
@@ -55,20 +54,15 @@ def new_model(seed=0, hidden=96, layers=3):
         vocab_size=len(SPECIAL) + len(CHARACTERS), hidden_size=hidden, intermediate_size=3 * hidden,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
         max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.06,
-        pad_token_id=0, bos_token_id=None, eos_token_id=2,
-    )
+        pad_token_id=0, bos_token_id=None, eos_token_id=2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
 
 
-# --- questions and answers ------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Grade:
     """How hard the sums are. More digits or terms: harder to guess, longer to work."""
-
     digits: int = 4  # digits of every number
     terms: int = 2  # numbers to add
     subtract: bool = False  # half of the questions take the second number from the first
@@ -84,7 +78,6 @@ def parse_grade(text):
 
 
 def question(rng, grade):
-    """The text of one random question."""
     low, high = 10 ** (grade.digits - 1), 10**grade.digits
     numbers = [rng.randrange(low, high) for _ in range(grade.terms)]
     if grade.subtract and grade.terms == 2 and rng.random() < 0.5:
@@ -94,7 +87,6 @@ def question(rng, grade):
 
 
 def solve(text):
-    """The right number for a question's text."""
     first, *rest = re.findall(r"[+-]?\d+", text)
     return int(first) + sum(map(int, rest))
 
@@ -139,8 +131,6 @@ def questions(n, seed=0, split="train", grade=Grade()):
     return list(texts)
 
 
-# --- the judge ------------------------------------------------------------------------------------
-
 FORM = re.compile(r"(\d+([+-]\d+)+=-?\d+ )*#### (-?\d+)")
 
 
@@ -170,15 +160,11 @@ def bare(prompt):
     return next(iter(re.findall(r"\d+(?:[+-]\d+)+=", prompt)[::-1]), "")
 
 
-# --- rows for the five scripts --------------------------------------------------------------------
-
-
 def demonstrations(n, seed=0, split="train", grade=Grade(), worked_share=0.5):
     """SFT rows {prompt, completion, answer}: `worked_share` of them worked, the others guessed."""
     rng = random.Random(f"habits-{split}-{seed}")
-    return [{"prompt": text, "answer": str(solve(text)),
-             "completion": work(text) if rng.random() < worked_share else guess(text)}
-            for text in questions(n, seed, split, grade)]
+    return [row | {"completion": (work if rng.random() < worked_share else guess)(row["prompt"])}
+            for row in prompts(n, seed, split, grade)]
 
 
 def prompts(n, seed=0, split="train", grade=Grade()):
@@ -214,10 +200,8 @@ def answers_to(texts, sampler, samples, rng):
 def pairs(n, seed=0, split="train", grade=Grade(), sampler=None, samples=8, noise=True):
     """Preference rows {prompt, chosen, rejected} drawn by a Bradley-Terry annotator.
 
-    With a `sampler` both answers are the model's own (on-policy), else they come from `pool`. Two
-    answers of equal gold score tell the annotator nothing and make no pair. With noise the better
-    answer is chosen with probability sigmoid(ANNOTATOR_SCALE) = 0.95, without it always.
-    """
+    With a `sampler` both answers are the model's own (on-policy), else they come from `pool`. With
+    noise the better is chosen with probability sigmoid(ANNOTATOR_SCALE) = 0.95, else always."""
     rng, rows, round_ = random.Random(f"pairs-{split}-{seed}"), [], 0
     while len(rows) < n:
         texts = questions(max(64, n // 3), (seed, round_), split, grade)

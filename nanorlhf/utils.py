@@ -29,9 +29,6 @@ class UserError(ValueError):
     """Something the user can mend; scripts print it as one line and exit with status 2."""
 
 
-# --- flags ----------------------------------------------------------------------------------------
-
-
 def flag(default, help):
     return field(default=default, metadata={"help": help.replace("%", "%%")})
 
@@ -53,8 +50,7 @@ class Common:
     max_steps: int = flag(0, "stop after this many optimiser steps; 0: epochs decide")
     batch_size: int = flag(64, "rows (pairs, prompts) of one optimiser step")
     micro_tokens: int = flag(16384, "tokens of one forward pass; lower it when memory runs out")
-    max_len: int = flag(1024, "longest row in tokens, prompt and response together; never more "
-                        "than the model reads")
+    max_len: int = flag(1024, "longest row in tokens, at most what the model reads")
     warmup_ratio: float = flag(0.05, "share of the steps in which the learning rate rises")
     weight_decay: float = flag(0.0, "AdamW weight decay of the matrices")
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping")
@@ -87,24 +83,24 @@ CHOICES = {
 TRUNCATION = ("--top_k", "--top_p", "--min_p", "--repetition_penalty")
 
 
+def refuse(message):
+    """What argparse does about a bad command line, as our kind of error."""
+    raise UserError(f"{message}; see --help")
+
+
 def parse(config_class, doc):
     """Flags from the command line into `config_class`; bad ones raise UserError."""
     from transformers import HfArgumentParser
-
     parser = HfArgumentParser(config_class, description=doc.strip().splitlines()[0])
-
-    def error(message):
-        raise UserError(f"{message}; see --help")
-
-    parser.error, parser.allow_abbrev = error, False
+    parser.error, parser.allow_abbrev = refuse, False
     config, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:
         name = unknown[0].split("=")[0]
         if name in TRUNCATION:
-            error(f"{name}: training and evaluation sample from the policy's full distribution, "
-                  "else the importance ratio of RL is biased; python -m nanorlhf.generate has it")
+            refuse(f"{name}: training and evaluation sample from the policy's full distribution, "
+                   "else the importance ratio of RL is biased; python -m nanorlhf.generate has it")
         near = get_close_matches(name, parser._option_string_actions, 1)
-        error(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
+        refuse(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     for (low, high), names in RANGES.items():
         for name in names.split():
             value = getattr(config, name, low)  # not every script has every flag
@@ -129,7 +125,6 @@ def parse(config_class, doc):
 
 
 def main(train, config_class, doc):
-    """Run a script: `train(config)` with flags from the command line."""
     run_script(lambda: train(parse(config_class, doc)))
 
 
@@ -157,9 +152,6 @@ def derive_seed(*numbers):
 def epoch_order(n, seed, epoch):
     """A permutation of range(n) that depends on (seed, epoch) alone, so a resume needs no state."""
     return tuple(random.Random(f"{seed} {epoch}").sample(range(n), n))
-
-
-# --- optimisation ---------------------------------------------------------------------------------
 
 
 def adamw(model, lr, weight_decay):
@@ -208,18 +200,15 @@ def trainable(model, lr, config):
     return adamw(model, lr, config.weight_decay), fp16_scaler(config)
 
 
-# --- run folder -----------------------------------------------------------------------------------
-
-
 class Run:
     """The run folder: what was asked, what happened, and where to go on after a break."""
 
     def __init__(self, config):
+        seed_everything(config.seed)
         self.config, self.folder = config, Path(config.out)
         self.args_file = self.folder / "args.json"
-        self.tracker = self.bar = None
+        self.tracker, self.bar, self.opened = None, None, False
         self.born = self.clock = time.perf_counter()
-        self.opened = False
         if config.resume and config.overwrite:
             raise UserError("--resume and --overwrite exclude each other; give one of them")
         nearest = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
@@ -228,14 +217,17 @@ class Run:
         if not os.access(nearest, os.W_OK):
             raise UserError(f"--out {self.folder}: {nearest} cannot be written to")
         if config.report_to != "none" and find_spec(config.report_to) is None:
-            raise UserError(f"--report_to {config.report_to} needs `pip install "
-                            f"{config.report_to}`")
+            raise UserError("--report_to {0} needs `pip install {0}`".format(config.report_to))
         begun = any((self.folder / name).exists() for name in ("metrics.jsonl", "checkpoint"))
         if not (begun or config.overwrite) and (self.folder / "config.json").exists():
             raise UserError(f"{self.folder} holds a model that is no run of ours; choose another "
                             "--out, or --overwrite")
         if begun and not config.overwrite:
-            args = read_json(self.args_file)
+            try:
+                args = json.loads(self.args_file.read_text())
+            except (OSError, ValueError):
+                raise UserError(f"{self.args_file} is missing or damaged; start anew with "
+                                "--overwrite") from None
             if args.get("finished"):
                 raise UserError(f"{self.folder} holds a finished run; choose another --out, or "
                                 "--overwrite to start anew")
@@ -254,7 +246,9 @@ class Run:
 
     def start(self, **objects):
         """(steps done, extra): (0, {}), or with --resume those of `restore`."""
-        self.origin = fingerprint(objects)  # of the start models, before anything is restored
+        # One number for each start model: another one has another.
+        self.origin = {name: float(sum(p.detach().double().abs().sum() for p in thing.parameters()))
+                       for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
         done = self.restore(**objects) if self.config.resume else (0, {})
         self.clock = time.perf_counter()
         return done
@@ -291,13 +285,11 @@ class Run:
             yield step, order[i * size: (i + 1) * size]
 
     def due(self, step, every):
-        """Whether something that is done every so many steps (0: never), and at the end, is due
-        after this one."""
+        """Whether what is done every so many steps (0: never), and at the end, is due now."""
         return step + 1 == self.total or (every > 0 and (step + 1) % every == 0)
 
     def _write_args(self, finished):
         import transformers
-
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                              cwd=Path(__file__).parent)
         values = {"finished": finished, "flags": dataclasses.asdict(self.config),
@@ -313,10 +305,7 @@ class Run:
 
     def log(self, step, metrics):
         """Append one step to metrics.jsonl. Values that are not finite become null."""
-        self._open()
-        values = {"step": step} | {k: clean(v) for k, v in metrics.items()}
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(values) + "\n")
+        values = self._append("metrics.jsonl", step, metrics)
         if self.config.report_to == "wandb":
             self.tracker.log(values, step=step)
         elif self.tracker is not None:
@@ -326,19 +315,26 @@ class Run:
         if self.bar is not None:
             self.bar.set_postfix(values, refresh=False)
 
+    def end_step(self, step, metrics, extra=None, **objects):
+        """Log a step that is done, and keep a resume point of the objects where one is due."""
+        self.log(step + 1, metrics)
+        if self.due(step, self.config.save_every):
+            self.save(step + 1, extra, **objects)
+
     def samples(self, step, rows):
+        for row in rows:
+            self._append("samples.jsonl", step, row)
+
+    def _append(self, name, step, row):
         self._open()
-        with open(self.folder / "samples.jsonl", "a") as file:
-            for row in rows:
-                values = {"step": step} | {k: clean(v) for k, v in row.items()}
-                file.write(json.dumps(values) + "\n")
+        values = {"step": step} | {k: clean(v) for k, v in row.items()}
+        with open(self.folder / name, "a") as file:
+            file.write(json.dumps(values) + "\n")
+        return values
 
     def save(self, step, extra=None, **objects):
-        """A resume point after `step` steps: state of every object, RNGs, lengths of the logs.
-
-        Written beside the older one and renamed when complete; the one before is kept, so that a
-        file damaged later still leaves a way back.
-        """
+        """A resume point after `step` steps: state of every object, RNGs, lengths of the logs. The
+        one before is kept, so that a file damaged later still leaves a way back."""
         self._open()
         folder = self.folder / "checkpoint"
         folder.mkdir(exist_ok=True)
@@ -346,9 +342,11 @@ class Run:
         logs = {name: (self.folder / name).stat().st_size if (self.folder / name).exists() else 0
                 for name in ("metrics.jsonl", "samples.jsonl")}
         file, new = folder / f"step_{step:08d}.pt", folder / "writing.tmp"
+        rng = {"python": random.getstate(), "numpy": np.random.get_state(),
+               "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
         with open(new, "wb") as stream:
             torch.save({"step": step, "state": state, "extra": extra or {}, "logs": logs,
-                        "rng": rng_state(), "origin": self.origin}, stream)
+                        "rng": rng, "origin": self.origin}, stream)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(new, file)
@@ -370,8 +368,7 @@ class Run:
             for name, value in saved["origin"].items():
                 if not math.isclose(value, self.origin[name], rel_tol=1e-6):
                     raise UserError(f"--resume: the start {name} is not the one this run began "
-                                    "with, so reference and data would differ; bring it back, or "
-                                    "start anew with --overwrite")
+                                    "with; bring it back, or start anew with --overwrite")
             for name, thing in objects.items():
                 thing.load_state_dict(saved["state"][name])
             for name, size in saved["logs"].items():  # steps after the checkpoint are run again
@@ -381,7 +378,11 @@ class Run:
                                     "or deleted: start anew with --overwrite")
                 if log.exists():
                     os.truncate(log, size)
-            set_rng_state(saved["rng"])
+            random.setstate(saved["rng"]["python"])
+            np.random.set_state(saved["rng"]["numpy"])
+            torch.set_rng_state(saved["rng"]["torch"])
+            if torch.cuda.is_available():
+                torch.cuda.set_rng_state_all(saved["rng"]["cuda"])
             return saved["step"], saved["extra"]
         raise UserError(f"--resume: {self.folder / 'checkpoint'} holds no complete checkpoint; "
                         "start anew with --overwrite")
@@ -389,7 +390,6 @@ class Run:
     def finish(self, save_model):
         """Write the model with `save_model(folder)`, mark the run finished, draw its curves."""
         from nanorlhf import report
-
         new = self.folder / "writing.tmp"
         shutil.rmtree(new, ignore_errors=True)
         save_model(new)
@@ -409,12 +409,6 @@ def writable(path):
     return path
 
 
-def fingerprint(objects):
-    """One number for the weights of each model: another start model has another."""
-    return {name: float(sum(p.detach().double().abs().sum() for p in thing.parameters()))
-            for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
-
-
 def write_atomically(path, text):
     new = path.with_name(path.name + ".tmp")
     new.write_text(text)
@@ -428,8 +422,7 @@ def add_stats(total, part):
 
 
 def mean_stats(updates):
-    """Means over the updates of one iteration; of a maximum the first update's, which was taken
-    before anything changed: the ratio must be 1 there."""
+    """Means over an iteration's updates; of a maximum the first's, where the ratio must be 1."""
     return {name: float(updates[0][name]) if name.endswith("max")
             else sum(float(stats[name]) for stats in updates) / len(updates)
             for name in updates[0]}
@@ -444,28 +437,7 @@ def clean(value):
     return value
 
 
-def read_json(path):
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        raise UserError(f"{path} is missing or damaged; start anew with --overwrite") from None
-
-
 def read_jsonl(path):
     """The objects of a log; a last line that a kill has torn is left out."""
     lines = [line for line in Path(path).read_text().splitlines(keepends=True) if line.strip()]
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def rng_state():
-    return {"python": random.getstate(), "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-
-
-def set_rng_state(state):
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])

@@ -20,11 +20,15 @@ from nanorlhf.data import (
     epoch_order,
     load_rows,
     show_masks,
-    to_messages,
     to_pair,
     to_prompt,
 )
 from nanorlhf.utils import UserError
+
+
+def to_messages(row):
+    return data._conversations(row, "SFT")[1][0]
+
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"

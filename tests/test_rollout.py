@@ -14,7 +14,7 @@ from nanorlhf.losses import dpo_loss, gae, group_advantages
 from nanorlhf.model import load_policy, load_scorer, save_model, sequence_scores
 from nanorlhf.rewards import math_reward
 from nanorlhf.rollout import (
-    check_rl_flags, judge, lay_out, model_scores, rollout_metrics, score_tokens, warn_if_hopeless,
+    judge, lay_out, model_scores, rl_prompts, rollout_metrics, score_tokens, warn_if_hopeless,
 )
 from nanorlhf.sampler import Completion, Sampler, SamplingParams
 from nanorlhf.utils import UserError, clean, read_jsonl
@@ -151,11 +151,13 @@ def test_before_an_update_the_ratio_is_one(family, temperature):
                                          ("max_new_tokens", 512)])
 def test_sampling_that_rl_cannot_use_is_refused_with_the_reason(name, value):
     """PPO-4; truncated sampling is refused as a flag, see test_utils.py."""
-    flags = dict(temperature=1.0, max_new_tokens=96, max_len=512)
-    check_rl_flags(SimpleNamespace(**flags))
+    flags = dict(temperature=1.0, max_new_tokens=96, max_len=512, data="toy", eval_data="",
+                 toy_grade="4x2", toy_rows=2, eval_prompts=2, seed=0)
+    model, tokenizer = toy.new_model(), toy.tokenizer()
+    rl_prompts(SimpleNamespace(**flags), model, tokenizer, toy.gold_reward)
     words = {"temperature": "samples that differ", "max_new_tokens": "no room"}
     with pytest.raises(UserError, match=words[name]) as error:
-        check_rl_flags(SimpleNamespace(**flags | {name: value}))
+        rl_prompts(SimpleNamespace(**flags | {name: value}), model, tokenizer, toy.gold_reward)
     assert str(error.value).startswith(f"--{name}")
 
 
