@@ -71,13 +71,15 @@ def curves(folders, path):
                 steps, values = points(rows, name)
                 if not steps:
                     continue
+                if len(runs) > 1:  # runs of unlike length: draw each over its whole course
+                    steps = [step / rows[-1]["step"] for step in steps]
                 sparse = name.startswith("eval_") or len(steps) < len(rows)
                 label = name if len(runs) == 1 else f"{Path(folder).name} {name}"
                 axis.plot(steps, values, "o-" if sparse else "-", markersize=3, linewidth=1.2,
                           color=f"C{number if len(runs) > 1 else names.index(name)}",
                           alpha=1.0 if sparse or len(names) == 1 else 0.5, label=label)
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("step", fontsize=8)
+        axis.set_xlabel("step" if len(runs) == 1 else "share of the run", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=6)
