@@ -11,6 +11,7 @@ export HF_HUB_OFFLINE ?= 1
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: requirements.txt
+	@echo "installing into $(VENV), two to five minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $$(grep '^torch==' requirements.txt)
 	$(BIN)/pip install --quiet -r requirements.txt

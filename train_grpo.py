@@ -10,7 +10,8 @@ clip-higher and token-level loss (Yu et al. 2025, DAPO) with `--clip_eps_high 0.
 Where we differ from OpenRLHF: advantages carry no KL-to-go, an optional KL term sits in the loss
 (`--kl_coef`, DeepSeekMath equation 4); no EOS is written over a truncated answer; rewards that
 abstain are masked and counted. With one update per rollout the ratio is 1 and clipping never acts:
-that is on-policy gradient ascent, and the printed loss is near 0 although its gradient is not.
+that is on-policy gradient ascent, and the printed loss would be 0, though not its gradient, if all
+answers had one length.
 
     python train_grpo.py                                        # from runs/sft -> runs/grpo
     python train_grpo.py --model my-sft --data gsm8k.jsonl --reward math --lr 1e-6
@@ -19,7 +20,10 @@ What to expect on the embedded world, in three minutes: guesses vanish within te
 the working itself gets better: gold score from 0.5 to over 0.97.
 """
 
+import sys
 from dataclasses import dataclass
+
+from tqdm import tqdm
 
 from nanorlhf import evaluate
 from nanorlhf.losses import (group_advantages, importance_weights, kl_estimate, ppo_policy_loss,
@@ -97,6 +101,10 @@ def train(cfg):
         rollout.advantages = advantages[rollout.row]  # (N,)
         flat = (advantages.view(-1, cfg.group_size) == 0).all(1)  # groups that teach nothing
         metrics["zero_spread_groups"] = float(flat.float().mean())
+        if step == start and flat.all():
+            tqdm.write("warning: all answers to a prompt earned the same, so nothing is learned "
+                       "from this iteration; check --reward, or ask easier prompts",
+                       file=sys.stderr)
 
         # 3. Improve the policy on them: clipped surrogate, every token or answer weighs the same.
         lr, updates = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio), []

@@ -24,6 +24,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from tqdm import tqdm
 
 from nanorlhf import evaluate
 from nanorlhf.losses import (adaptive_kl, explained_variance, gae, importance_weights, kl_estimate,
@@ -99,6 +100,9 @@ def train(cfg):
 
     # --- training ---
     for step, picked in run.steps(len(prompts), start):
+        if step == start and run.total <= cfg.critic_warmup:
+            tqdm.write(f"warning: all {run.total} iterations are --critic_warmup, the policy will "
+                       "not learn", file=sys.stderr)
         # 1. Answer the prompts of this iteration, score the answers, and ask the critic.
         rollout, metrics = roll_out(cfg, step, [prompts[i] for i in picked], sampler, reward,
                                     model, reference)
@@ -165,9 +169,6 @@ def train(cfg):
             run.samples(step + 1, samples)
         run.end_step(step, metrics, {"kl_coef": kl_coef}, **state)
 
-    if run.total <= cfg.critic_warmup:
-        print(f"warning: all {run.total} iterations were --critic_warmup, the policy did not learn",
-              file=sys.stderr)
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 
 

@@ -135,6 +135,10 @@ def run_script(action):
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ninterrupted; a run goes on from its last checkpoint with --resume",
+              file=sys.stderr)
+        sys.exit(130)
 
 
 def seed_everything(seed):
