@@ -23,6 +23,7 @@ from functools import partial
 import torch
 
 from nanorlhf import data, evaluate, toy
+from nanorlhf.lora import adapt
 from nanorlhf.losses import dpo_loss, sft_loss
 from nanorlhf.model import (DTYPES, autocast, eos_ids, load_policy, load_reference, longest,
                             save_model, token_logprobs)
@@ -60,6 +61,7 @@ def train(cfg):
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
+    adapt(model, cfg)  # --lora_rank
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from nanorlhf import evaluate
+from nanorlhf.lora import adapt
 from nanorlhf.losses import (group_advantages, importance_weights, kl_estimate, ppo_policy_loss,
                              ppo_stats, token_weights)
 from nanorlhf.model import (DTYPES, autocast, load_policy, load_reference, load_reward_model,
@@ -76,6 +77,7 @@ def train(cfg):
 
     # --- data and reward ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
+    adapt(model, cfg)  # --lora_rank
     if cfg.reward_model:
         reward = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
     else:

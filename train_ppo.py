@@ -27,6 +27,7 @@ import torch
 from tqdm import tqdm
 
 from nanorlhf import evaluate
+from nanorlhf.lora import adapt, twin
 from nanorlhf.losses import (adaptive_kl, explained_variance, gae, importance_weights, kl_estimate,
                              ppo_policy_loss, ppo_stats, token_weights, value_loss, whiten)
 from nanorlhf.model import (DTYPES, autocast, load_policy, load_reference, load_reward_model,
@@ -80,6 +81,7 @@ def train(cfg):
 
     # --- data and reward ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
+    adapt(model, cfg)  # --lora_rank
     reward = load_reward(cfg.reward) if cfg.reward else None
     prompts, held_out = rl_prompts(cfg, model, tokenizer, reward)
 
@@ -87,9 +89,10 @@ def train(cfg):
     reference = load_reference(cfg.ref_model, model, tokenizer, cfg.device)
     if reward is None:
         reward = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
-        critic = copy.deepcopy(reward).requires_grad_(True)
+        critic = twin(reward) if cfg.lora_rank else copy.deepcopy(reward)
     else:
         critic, _ = load_scorer(cfg.model, cfg.device)  # the policy's trunk under a head of zeros
+    adapt(critic, cfg)
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     critic_optimizer, critic_scaler = trainable(critic, cfg.critic_lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])

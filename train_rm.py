@@ -22,6 +22,7 @@ from functools import partial
 import torch
 
 from nanorlhf import data, evaluate, toy
+from nanorlhf.lora import adapt
 from nanorlhf.losses import bradley_terry_loss
 from nanorlhf.model import (autocast, eos_ids, load_policy, load_scorer, longest, save_model,
                             sequence_scores)
@@ -44,6 +45,7 @@ def train(cfg):
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     scorer, tokenizer = load_scorer(cfg.model, cfg.device)
+    adapt(scorer, cfg)  # --lora_rank
     sampler = Sampler(*load_policy(cfg.model, cfg.device)) if cfg.data == "toy" else None
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from nanorlhf import data, evaluate, toy
+from nanorlhf.lora import adapt
 from nanorlhf.losses import sft_loss, token_weights
 from nanorlhf.model import (DTYPES, autocast, eos_ids, load_policy, longest, save_model,
                             token_logprobs)
@@ -43,6 +44,7 @@ def train(cfg):
 
     # --- data: rows become token ids and masks, once ---
     model, tokenizer = load_policy(cfg.model, cfg.device, cfg.seed)
+    adapt(model, cfg)  # --lora_rank
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.demonstrations, cfg.toy_rows), partial(toy.demonstrations, cfg.eval_rows))
     max_len, ends = longest(model, cfg.max_len), eos_ids(model, tokenizer)

@@ -9,7 +9,6 @@ same family with one output: its head is read at the last token (a score) or at 
 (values). Dropout is off everywhere, so that two forward passes agree and the first PPO ratio is 1.
 """
 
-import copy
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequence
 from transformers.utils import logging as transformers_logging
 
 import nanorlhf.attention  # noqa: F401  registers the attention function
-from nanorlhf import logprob, toy
+from nanorlhf import logprob, lora, toy
 from nanorlhf.attention import packed_layout
 from nanorlhf.data import Batch
 from nanorlhf.utils import UserError
@@ -48,15 +47,19 @@ def load_policy(path, device="cpu", seed=0):
     return prepare(model, path).to(device), tokenizer
 
 
-def load_weights(model_class, path, new=(), **kwargs):
-    """The model of a folder in fp32; weights that its file lacks, but for `new`, are an error."""
-    model, report = model_class.from_pretrained(path, dtype=torch.float32,
-                                                output_loading_info=True, **kwargs)
-    missing = [name for name in report["missing_keys"] if name not in new]
+def load_weights(model_class, path, new_head=False, **kwargs):
+    """The model of a folder in fp32, an adapter's on top of its base. Weights that the file lacks
+    are an error, but for a reward model's head if it is new."""
+    adapter = lora.read(path)
+    model, report = model_class.from_pretrained(
+        adapter["base_model_name_or_path"] if adapter else path, dtype=torch.float32,
+        output_loading_info=True, **kwargs)
+    missing = [name for name in report["missing_keys"]
+               if not (name == "score.weight" and (new_head or adapter))]
     if missing:
         raise UserError(f"{path} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}"
                         "; the folder is damaged or of another kind")
-    return model
+    return lora.load(model, path, adapter, new_head) if adapter else model
 
 
 def load_scorer(path, device="cpu"):
@@ -73,8 +76,8 @@ def load_scorer(path, device="cpu"):
             raise UserError(f"no reward model can be made of {path}: transformers has no "
                             f"SequenceClassification class for {type(config).__name__}")
         fresh = not is_classifier(config)
-        options = {"new": ["score.weight"], "num_labels": 1} if fresh else {}
-        model = load_weights(AutoModelForSequenceClassification, path, **options)
+        options = {"num_labels": 1} if fresh or lora.read(path) else {}
+        model = load_weights(AutoModelForSequenceClassification, path, fresh, **options)
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         raise UserError(f"{path} is a classifier with {model.config.num_labels} outputs, a reward "
                         "model has one; train one with train_rm.py")
@@ -96,9 +99,10 @@ def load_reward_model(path, tokenizer, device="cpu"):
 
 
 def load_reference(path, policy, tokenizer, device="cpu"):
-    """The frozen reference: the model of a folder, or a copy of the policy if path is empty."""
+    """The frozen reference: the model of a folder, or the policy as it is now if path is empty. A
+    copy, but of an adapted policy only the adapter is copied."""
     if not path:
-        return copy.deepcopy(policy).requires_grad_(False).eval()
+        return lora.twin(policy).requires_grad_(False).eval()
     reference, own = load_policy(path, device)
     same_vocabulary(path, own, tokenizer)
     return reference.requires_grad_(False).eval()
@@ -135,6 +139,13 @@ def read_folder(path):
         name = Path(path).name  # of a folder that a script makes unless told otherwise
         made = f"; `python train_{name}.py` makes it" if name in RUNS else ""
         raise UserError(f"no model folder {path}{made}")
+    if adapter := lora.read(path):
+        tokenizer, config = read_folder(adapter["base_model_name_or_path"])
+        if adapter["task_type"] == "SEQ_CLS":
+            config.architectures = ["SequenceClassification"]
+        if (Path(path) / "tokenizer_config.json").exists():  # PEFT alone saves none
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        return tokenizer, config
     try:
         return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -208,14 +219,22 @@ def eos_ids(model, tokenizer):
 
 
 def save_model(model, tokenizer, folder):
-    """A plain HF folder, which `from_pretrained` opens without nanorlhf. With the generation config
-    written here plain `generate` samples and stops as we do; a base model's contradictory one
-    (do_sample=False with a temperature) would refuse to be saved."""
+    """A plain HF folder, which `from_pretrained` opens without nanorlhf; of a model with an adapter
+    only that, as PEFT's folder. With the generation config written here plain `generate` samples
+    and stops as we do; a base model's contradictory one (do_sample=False with a temperature) would
+    refuse to be saved."""
+    if hasattr(model, "lora_config"):
+        tokenizer.save_pretrained(folder)
+        lora.save(model, Path(folder))
+        if model.name_or_path:
+            return
+        folder = Path(folder) / "base"  # a fresh toy model: PEFT needs one that it can open
     if hasattr(model, "lm_head"):
         model.generation_config = GenerationConfig(
             do_sample=True, temperature=1.0, top_k=0, bos_token_id=tokenizer.bos_token_id,
             eos_token_id=sorted(eos_ids(model, tokenizer)), pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(folder)
+    weights = {name: w for name, w in model.state_dict().items() if ".lora_" not in name}
+    model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     config = Path(folder) / "config.json"  # our attention is not the reader's
     values = {k: v for k, v in json.loads(config.read_text()).items() if "attn_impl" not in k}

@@ -54,6 +54,9 @@ class Common:
     warmup_ratio: float = flag(0.05, "share of the steps in which the learning rate rises")
     weight_decay: float = flag(0.0, "AdamW weight decay of the matrices")
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping")
+    lora_rank: int = flag(0, "train adapters of this rank, at ten times the --lr; 0: all weights")
+    lora_alpha: float = flag(0.0, "LoRA: the adapters are scaled by this / rank; 0: twice the rank")
+    lora_targets: str = flag("", "LoRA: names of linear layers, such as q_proj,v_proj; empty: all")
     dtype: str = flag("fp32", "compute precision: fp32, bf16 or fp16; master weights stay fp32")
     device: str = flag("auto", "cuda, mps or cpu; auto takes a GPU when there is one")
     gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory")
@@ -65,9 +68,9 @@ class Common:
 
 
 RANGES = {  # (smallest, largest) allowed value: flags
-    (0, math.inf): "lr critic_lr max_steps weight_decay grad_clip save_every eval_every "
-                   "nll_coef centre_coef kl_coef kl_target clip_eps_high value_clip dual_clip "
-                   "reward_clip tis_cap critic_warmup",
+    (0, math.inf): "lr critic_lr lora_rank lora_alpha max_steps weight_decay grad_clip save_every "
+                   "eval_every nll_coef centre_coef kl_coef kl_target clip_eps_high value_clip "
+                   "dual_clip reward_clip tis_cap critic_warmup",
     (1e-6, math.inf): "beta",
     (0, 0.5): "label_smoothing",
     (0, 1): "warmup_ratio clip_eps_low gamma gae_lambda",
@@ -199,7 +202,7 @@ def optimizer_step(optimizer, lr, grad_clip, scaler):
 def trainable(model, lr, config):
     """Put the model into training mode; returns its optimiser and its loss scaler."""
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
     return adamw(model, lr, config.weight_decay), fp16_scaler(config)
 
@@ -223,7 +226,7 @@ class Run:
         if config.report_to != "none" and find_spec(config.report_to) is None:
             raise UserError("--report_to {0} needs `pip install {0}`".format(config.report_to))
         begun = any((self.folder / name).exists() for name in ("metrics.jsonl", "checkpoint"))
-        if not (begun or config.overwrite) and (self.folder / "config.json").exists():
+        if not (begun or config.overwrite) and any(self.folder.glob("*config.json")):
             raise UserError(f"{self.folder} holds a model that is no run of ours; choose another "
                             "--out, or --overwrite")
         if begun and not config.overwrite:
@@ -264,7 +267,7 @@ class Run:
         self.opened = True
         if self.config.overwrite:
             old = ("checkpoint", "metrics.jsonl", "samples.jsonl", "args.json", "curves.png",
-                   "config.json", "model*.safetensors*")
+                   "config.json", "model*.safetensors*", "adapter_*", "base")
             for path in [path for name in old for path in self.folder.glob(name)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -342,7 +345,8 @@ class Run:
         self._open()
         folder = self.folder / "checkpoint"
         folder.mkdir(exist_ok=True)
-        state = {name: thing.state_dict() for name, thing in objects.items()}
+        state = {name: {k: v for k, v in thing.state_dict().items() if k not in frozen(thing)}
+                 for name, thing in objects.items()}
         logs = {name: (self.folder / name).stat().st_size if (self.folder / name).exists() else 0
                 for name in ("metrics.jsonl", "samples.jsonl")}
         file, new = folder / f"step_{step:08d}.pt", folder / "writing.tmp"
@@ -374,7 +378,8 @@ class Run:
                     raise UserError(f"--resume: the start {name} is not the one this run began "
                                     "with; bring it back, or start anew with --overwrite")
             for name, thing in objects.items():
-                thing.load_state_dict(saved["state"][name])
+                start = thing.state_dict()
+                thing.load_state_dict({k: start[k] for k in frozen(thing)} | saved["state"][name])
             for name, size in saved["logs"].items():  # steps after the checkpoint are run again
                 log = self.folder / name
                 if size and (not log.exists() or log.stat().st_size < size):
@@ -398,11 +403,19 @@ class Run:
         shutil.rmtree(new, ignore_errors=True)
         save_model(new)
         for file in new.iterdir():
+            shutil.rmtree(self.folder / file.name, ignore_errors=True)  # does nothing to a file
             os.replace(file, self.folder / file.name)
         new.rmdir()
         self._write_args(finished=True)
         report.curves([self.folder], self.folder / "curves.png")
         print(f"finished: {self.folder} ({time.perf_counter() - self.born:.0f} s)")
+
+
+def frozen(thing):
+    """Names of a model's weights that nobody trains: checkpoints leave them to the start model."""
+    model = thing if isinstance(thing, torch.nn.Module) else torch.nn.Module()
+    return {name for name, weight in model.named_parameters(remove_duplicate=False)
+            if not weight.requires_grad}
 
 
 def writable(path):

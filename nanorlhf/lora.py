@@ -1,0 +1,194 @@
+"""Low-rank adapters (LoRA): freeze the model and train a few small matrices beside it.
+
+To the output W x of every linear layer of the trunk (alpha / rank) B A x is added, A (rank, in)
+random and B (out, rank) zero, so that training starts at the model itself (Hu et al. 2021, "LoRA",
+section 4.1). A reward model's head is trained in full.
+
+A run with --lora_rank leaves PEFT's files in its folder, `adapter_config.json` and
+`adapter_model.safetensors`, beside the tokenizer. PEFT opens it, and so do all our scripts as
+`--model`, as long as the base model is where `base_model_name_or_path` says. A run with --lora_rank
+that starts from such a folder goes on training that adapter, over the same base; its reference is
+base + adapter as they were at the start. A run without --lora_rank merges it and trains all
+weights. A fresh toy base is saved beside its adapter, in `base/`.
+
+    python train_sft.py --model runs/sft --lora_rank 8 --out runs/sft_lora
+    python -m nanorlhf.lora --adapter runs/sft_lora --out runs/merged       # a plain HF folder
+"""
+
+import copy
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from nanorlhf.utils import UserError, flag, main
+
+PREFIX = "base_model.model."  # before every name in PEFT's file
+PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False,
+         "lora_bias": False, "rank_pattern": {}, "alpha_pattern": {}}  # all that we compute
+SCALE = ("reward_mean", "reward_std")  # see model.normalised; kept in the head of the file
+
+
+def low_rank(linear, inputs, output):
+    """Forward hook of a linear layer that has an adapter."""
+    return output + F.linear(F.linear(inputs[0], linear.lora_A), linear.lora_B) * linear.lora_scale
+
+
+def linear_layers(model):
+    """{name: layer} of the trunk, so without lm head and score head."""
+    modules = model.base_model.named_modules(prefix=model.base_model_prefix)
+    return {name: m for name, m in modules if isinstance(m, (nn.Linear, Conv1D))}
+
+
+def matrix(linear):
+    """The weight as (out, in); GPT-2's Conv1D keeps it the other way round."""
+    return linear.weight if isinstance(linear, nn.Linear) else linear.weight.T
+
+
+def attach(model, names, config):
+    """Give the linear layers of these names a fresh adapter; config as in adapter_config.json."""
+    for name in names:
+        linear = model.get_submodule(name)
+        n_out, n_in = matrix(linear).shape
+        a, b = torch.empty(config["r"], n_in), torch.zeros(n_out, config["r"])
+        linear.lora_A = nn.Parameter(nn.init.kaiming_uniform_(a, math.sqrt(5)).to(model.device))
+        linear.lora_B = nn.Parameter(b.to(model.device))
+        linear.lora_scale = config["lora_alpha"] / config["r"]
+        linear.lora_hook = linear.register_forward_hook(low_rank)
+    model.lora_config = config
+
+
+def trained(model):
+    """{name in PEFT's file: (module, attribute)}: the adapters, and a reward model's head."""
+    found = {f"{PREFIX}{name}.{leaf}.weight": (module, leaf)
+             for name, module in model.named_modules() if hasattr(module, "lora_A")
+             for leaf in ("lora_A", "lora_B")}
+    head = {f"{PREFIX}score.weight": (model.score, "weight")} if hasattr(model, "score") else {}
+    return found | head
+
+
+def adapt(model, config):
+    """Decide by --lora_rank what is trained: all, or adapters, fresh ones or those that the model
+    came with, and the score head. Never a tensor that another model shares. Returns the model."""
+    found, rank = getattr(model, "lora_config", None), config.lora_rank
+    if not rank:
+        return (merge(model) if found else model).requires_grad_(True)
+    base = found["base_model_name_or_path"] if found else model.name_or_path  # "": a toy
+    if base and Path(config.out).resolve() in (Path(base).resolve(), *Path(base).resolve().parents):
+        raise UserError(f"--out {config.out} would overwrite the model that the adapter needs as "
+                        "its base; give another folder")
+    targets = config.lora_targets.replace(" ", "").split(",") if config.lora_targets else []
+    if not found:
+        layers = linear_layers(model)
+        leaves = sorted({name.rpartition(".")[2] for name in layers})
+        picked = {t: [name for name in layers if f".{name}".endswith(f".{t}")]
+                  for t in targets or leaves}
+        if none := [t for t, names in picked.items() if not names]:
+            raise UserError(f"--lora_targets {','.join(none)}: no linear layer of the model has "
+                            f"such a name; it has {', '.join(leaves)}")
+        attach(model, dict.fromkeys(sum(picked.values(), [])), PLAIN | {
+            "base_model_name_or_path": base or f"{config.out}/base", "target_modules": list(picked),
+            "r": rank, "lora_alpha": config.lora_alpha or 2 * rank, "lora_dropout": 0.0,
+            "fan_in_fan_out": any(isinstance(m, Conv1D) for m in layers.values())})
+    elif (found["r"] != rank or config.lora_alpha not in (0, found["lora_alpha"])
+          or targets and set(targets) != set(found["target_modules"])):
+        raise UserError("--model has an adapter, which training goes on with: give --lora_rank "
+                        f"{found['r']} and no other --lora_alpha or --lora_targets, or merge it "
+                        "first with python -m nanorlhf.lora")
+    model.requires_grad_(False)
+    for module, leaf in trained(model).values():
+        setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().clone()))
+    learn, all_ = (sum(w.numel() for w in model.parameters() if w.requires_grad or with_frozen)
+                   for with_frozen in (False, True))
+    print(f"LoRA: {learn:,} of {all_:,} weights are trained ({learn / all_:.2%})")
+    return model
+
+
+def twin(model):
+    """A copy that shares the tensors that nobody trains: of an adapted model a light one."""
+    return copy.deepcopy(model, {id(w): w for w in model.parameters() if not w.requires_grad})
+
+
+@torch.no_grad()
+def merge(model):
+    """Add the adapters to the weights they stand beside, for good."""
+    for linear in [m for m in model.modules() if hasattr(m, "lora_A")]:
+        matrix(linear).add_(linear.lora_scale * linear.lora_B @ linear.lora_A)
+        linear.lora_hook.remove()
+        del linear.lora_A, linear.lora_B
+    del model.lora_config
+    return model
+
+
+def save(model, folder):
+    """PEFT's two files."""
+    head = hasattr(model, "score")
+    config = model.lora_config | {"task_type": "SEQ_CLS" if head else "CAUSAL_LM",
+                                  "modules_to_save": ["score"] if head else None}
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weights = {key: getattr(*place).detach().cpu() for key, place in trained(model).items()}
+    scale = {key: str(value) for key, value in vars(model.config).items() if key in SCALE}
+    save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"} | scale)
+
+
+def read(path):
+    """adapter_config.json of a folder; None if it holds no adapter."""
+    file = Path(path) / "adapter_config.json"
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def load(model, path, config, new_head=False):
+    """Put the adapter of a folder onto its base. Every tensor of the file must have its place in
+    the model, and the other way round but for a `new_head`. Returns the model."""
+    if odd := [f"{k}={config[k]}" for k, v in PLAIN.items() if (config.get(k) or v) != v]:
+        raise UserError(f"the adapter {path} has {', '.join(odd)}, which nanorlhf does not compute;"
+                        " merge it with PEFT")
+    file, end = Path(path) / "adapter_model.safetensors", ".lora_A.weight"
+    if not file.exists():
+        raise UserError(f"{path} has an adapter_config.json, but no {file.name}")
+    with safe_open(file, "pt") as opened:
+        weights = {key: opened.get_tensor(key) for key in opened.keys()}
+        scale = {k: float(v) for k, v in (opened.metadata() or {}).items() if k in SCALE}
+    model.config.update(scale)
+    names = {k.removeprefix(PREFIX).removesuffix(end) for k in weights if k.endswith(end)}
+    attach(model, sorted(names & linear_layers(model).keys()), config)
+    places = trained(model)
+    if new_head:
+        del places[f"{PREFIX}score.weight"]
+    odd = [key for key in places.keys() | weights.keys() if key not in places or key not in weights
+           or getattr(*places[key]).shape != weights[key].shape]
+    if odd or not names:
+        raise UserError(f"the adapter {path} does not fit {config['base_model_name_or_path']}: "
+                        f"{len(odd)} tensors without their like, such as {min(odd, default='')}")
+    for key, (module, leaf) in places.items():
+        getattr(module, leaf).data = weights[key].float()
+    return model
+
+
+@dataclass
+class Config:
+    adapter: str = flag("", "folder of a run with --lora_rank, or one of PEFT's")
+    out: str = flag("", "new folder for the merged model, which plain transformers opens")
+    device: str = flag("cpu", "where to compute it")
+
+
+def merge_folder(cfg):
+    from nanorlhf.model import is_scorer, load_policy, load_scorer, save_model
+    if not read(cfg.adapter):
+        raise UserError(f"--adapter {cfg.adapter!r} holds no adapter_config.json")
+    if Path(cfg.out).exists():
+        raise UserError(f"--out {cfg.out} exists; give a new folder")
+    model, tokenizer = (load_scorer if is_scorer(cfg.adapter) else load_policy)(cfg.adapter)
+    save_model(merge(model), tokenizer, cfg.out)
+    print(f"merged: {cfg.out}")
+
+
+if __name__ == "__main__":
+    main(merge_folder, Config, __doc__)
