@@ -22,8 +22,7 @@ from functools import partial
 
 import torch
 
-from nanorlhf import data, evaluate, toy
-from nanorlhf.lora import adapt
+from nanorlhf import data, evaluate, lora, toy
 from nanorlhf.losses import dpo_loss, sft_loss
 from nanorlhf.model import (DTYPES, autocast, eos_ids, load_policy, load_reference, longest,
                             save_model, token_logprobs)
@@ -61,7 +60,7 @@ def train(cfg):
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
-    adapt(model, cfg)  # --lora_rank
+    lora.adapt(model, cfg)  # --lora_rank
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
@@ -86,8 +85,7 @@ def train(cfg):
 
     # --- optimiser ---
     optimizer, scaler = trainable(model, cfg.lr, cfg)
-    state = dict(model=model, optimizer=optimizer, scaler=scaler)
-    start, _ = run.start(**state)
+    start, _ = run.start(model=model, optimizer=optimizer, scaler=scaler)
 
     def over(rows, rows_ref, learn):
         """Mean stats over pairs and their (P, 2) reference log-probs; gradients if `learn`."""
@@ -128,7 +126,7 @@ def train(cfg):
             found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
             metrics = found | metrics  # `accuracy` is that of the pairs
             run.samples(step + 1, samples)
-        run.end_step(step, metrics, **state)
+        run.end_step(step, metrics)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from nanorlhf import evaluate
-from nanorlhf.lora import adapt
+from nanorlhf import evaluate, lora
 from nanorlhf.losses import (group_advantages, importance_weights, kl_estimate, ppo_policy_loss,
                              ppo_stats, token_weights)
 from nanorlhf.model import (DTYPES, autocast, load_policy, load_reference, load_reward_model,
@@ -77,7 +76,7 @@ def train(cfg):
 
     # --- data and reward ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
-    adapt(model, cfg)  # --lora_rank
+    lora.adapt(model, cfg)  # --lora_rank
     if cfg.reward_model:
         reward = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
     else:
@@ -89,8 +88,7 @@ def train(cfg):
                  else None)
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    state = dict(model=model, optimizer=optimizer, scaler=scaler)
-    start, _ = run.start(**state)
+    start, _ = run.start(model=model, optimizer=optimizer, scaler=scaler)
 
     # --- training ---
     for step, picked in run.steps(len(prompts), start):
@@ -141,7 +139,7 @@ def train(cfg):
             found, samples = evaluate.held_out_answers(sampler, held_out, cfg)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
             run.samples(step + 1, samples)
-        run.end_step(step, metrics, **state)
+        run.end_step(step, metrics)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

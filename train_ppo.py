@@ -26,8 +26,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from nanorlhf import evaluate
-from nanorlhf.lora import adapt, twin
+from nanorlhf import evaluate, lora
 from nanorlhf.losses import (adaptive_kl, explained_variance, gae, importance_weights, kl_estimate,
                              ppo_policy_loss, ppo_stats, token_weights, value_loss, whiten)
 from nanorlhf.model import (DTYPES, autocast, load_policy, load_reference, load_reward_model,
@@ -81,7 +80,7 @@ def train(cfg):
 
     # --- data and reward ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
-    adapt(model, cfg)  # --lora_rank
+    lora.adapt(model, cfg)  # --lora_rank
     reward = load_reward(cfg.reward) if cfg.reward else None
     prompts, held_out = rl_prompts(cfg, model, tokenizer, reward)
 
@@ -89,16 +88,15 @@ def train(cfg):
     reference = load_reference(cfg.ref_model, model, tokenizer, cfg.device)
     if reward is None:
         reward = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
-        critic = twin(reward) if cfg.lora_rank else copy.deepcopy(reward)
+        critic = lora.twin(reward) if cfg.lora_rank else copy.deepcopy(reward)
     else:
         critic, _ = load_scorer(cfg.model, cfg.device)  # the policy's trunk under a head of zeros
-    adapt(critic, cfg)
+    lora.adapt(critic, cfg)
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     critic_optimizer, critic_scaler = trainable(critic, cfg.critic_lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    state = dict(model=model, critic=critic, optimizer=optimizer, scaler=scaler,
-                 critic_optimizer=critic_optimizer, critic_scaler=critic_scaler)
-    start, extra = run.start(**state)
+    start, extra = run.start(model=model, critic=critic, optimizer=optimizer, scaler=scaler,
+                             critic_optimizer=critic_optimizer, critic_scaler=critic_scaler)
     kl_coef = extra.get("kl_coef", cfg.kl_coef)
 
     # --- training ---
@@ -170,7 +168,7 @@ def train(cfg):
             found, samples = evaluate.held_out_answers(sampler, held_out, cfg)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
             run.samples(step + 1, samples)
-        run.end_step(step, metrics, {"kl_coef": kl_coef}, **state)
+        run.end_step(step, metrics, {"kl_coef": kl_coef})
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

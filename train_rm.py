@@ -21,8 +21,7 @@ from functools import partial
 
 import torch
 
-from nanorlhf import data, evaluate, toy
-from nanorlhf.lora import adapt
+from nanorlhf import data, evaluate, lora, toy
 from nanorlhf.losses import bradley_terry_loss
 from nanorlhf.model import (autocast, eos_ids, load_policy, load_scorer, longest, save_model,
                             sequence_scores)
@@ -45,7 +44,7 @@ def train(cfg):
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     scorer, tokenizer = load_scorer(cfg.model, cfg.device)
-    adapt(scorer, cfg)  # --lora_rank
+    lora.adapt(scorer, cfg)  # --lora_rank
     sampler = Sampler(*load_policy(cfg.model, cfg.device)) if cfg.data == "toy" else None
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
@@ -57,8 +56,7 @@ def train(cfg):
 
     # --- optimiser ---
     optimizer, scaler = trainable(scorer, cfg.lr, cfg)
-    state = dict(model=scorer, optimizer=optimizer, scaler=scaler)
-    start, _ = run.start(**state)
+    start, _ = run.start(model=scorer, optimizer=optimizer, scaler=scaler)
 
     # --- training ---
     for step, picked in run.steps(len(pairs), start):
@@ -90,7 +88,7 @@ def train(cfg):
                 {"response": tokenizer.decode(row[0]), "score": float(score), "preferred": side}
                 for pair, pair_scores in zip(held_out[:3], scores)
                 for row, score, side in zip(pair, pair_scores, ("chosen", "rejected"))])
-        run.end_step(step, metrics, **state)
+        run.end_step(step, metrics)
 
     # Mean and spread of the held-out scores travel in config.json: PPO rewards are normalised by
     # them, plain transformers ignores them.

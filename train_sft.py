@@ -18,8 +18,7 @@ are guessed and wrong, the worked ones are 95 % right, so the gold score is abou
 from dataclasses import dataclass
 from functools import partial
 
-from nanorlhf import data, evaluate, toy
-from nanorlhf.lora import adapt
+from nanorlhf import data, evaluate, lora, toy
 from nanorlhf.losses import sft_loss, token_weights
 from nanorlhf.model import (DTYPES, autocast, eos_ids, load_policy, longest, save_model,
                             token_logprobs)
@@ -44,7 +43,7 @@ def train(cfg):
 
     # --- data: rows become token ids and masks, once ---
     model, tokenizer = load_policy(cfg.model, cfg.device, cfg.seed)
-    adapt(model, cfg)  # --lora_rank
+    lora.adapt(model, cfg)  # --lora_rank
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.demonstrations, cfg.toy_rows), partial(toy.demonstrations, cfg.eval_rows))
     max_len, ends = longest(model, cfg.max_len), eos_ids(model, tokenizer)
@@ -56,8 +55,7 @@ def train(cfg):
     # --- optimiser, and a sampler over the model's own tensors ---
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    state = dict(model=model, optimizer=optimizer, scaler=scaler)
-    start, _ = run.start(**state)
+    start, _ = run.start(model=model, optimizer=optimizer, scaler=scaler)
 
     # --- training ---
     for step, picked in run.steps(len(rows), start):
@@ -84,7 +82,7 @@ def train(cfg):
                 found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
                 metrics |= found
                 run.samples(step + 1, samples)
-        run.end_step(step, metrics, **state)
+        run.end_step(step, metrics)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

@@ -79,7 +79,7 @@ def adapt(model, config):
     came with, and the score head. Never a tensor that another model shares. Returns the model."""
     found, rank = getattr(model, "lora_config", None), config.lora_rank
     if not rank:
-        return (merge(model) if found else model).requires_grad_(True)
+        return merge(model).requires_grad_(True)
     base = found["base_model_name_or_path"] if found else model.name_or_path  # "": a toy
     if base and Path(config.out).resolve() in (Path(base).resolve(), *Path(base).resolve().parents):
         raise UserError(f"--out {config.out} would overwrite the model that the adapter needs as "
@@ -118,12 +118,12 @@ def twin(model):
 
 @torch.no_grad()
 def merge(model):
-    """Add the adapters to the weights they stand beside, for good."""
+    """Add the adapters, if there are any, to the weights they stand beside. Returns the model."""
     for linear in [m for m in model.modules() if hasattr(m, "lora_A")]:
         matrix(linear).add_(linear.lora_scale * linear.lora_B @ linear.lora_A)
         linear.lora_hook.remove()
         del linear.lora_A, linear.lora_B
-    del model.lora_config
+    model.lora_config = None
     return model
 
 
@@ -144,9 +144,9 @@ def read(path):
     return json.loads(file.read_text()) if file.exists() else None
 
 
-def load(model, path, config, new_head=False):
+def load(model, path, config):
     """Put the adapter of a folder onto its base. Every tensor of the file must have its place in
-    the model, and the other way round but for a `new_head`. Returns the model."""
+    the model, and the other way round. Returns the model."""
     if odd := [f"{k}={config[k]}" for k, v in PLAIN.items() if (config.get(k) or v) != v]:
         raise UserError(f"the adapter {path} has {', '.join(odd)}, which nanorlhf does not compute;"
                         " merge it with PEFT")
@@ -160,8 +160,6 @@ def load(model, path, config, new_head=False):
     names = {k.removeprefix(PREFIX).removesuffix(end) for k in weights if k.endswith(end)}
     attach(model, sorted(names & linear_layers(model).keys()), config)
     places = trained(model)
-    if new_head:
-        del places[f"{PREFIX}score.weight"]
     odd = [key for key in places.keys() | weights.keys() if key not in places or key not in weights
            or getattr(*places[key]).shape != weights[key].shape]
     if odd or not names:

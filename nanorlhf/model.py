@@ -47,55 +47,55 @@ def load_policy(path, device="cpu", seed=0):
     return prepare(model, path).to(device), tokenizer
 
 
-def load_weights(model_class, path, new_head=False, **kwargs):
-    """The model of a folder in fp32, an adapter's on top of its base. Weights that the file lacks
-    are an error, but for a reward model's head if it is new."""
+def load_weights(model_class, path, **kwargs):
+    """The model of a folder in fp32, of an adapter's folder on top of its base; weights that are
+    missing are an error."""
     adapter = lora.read(path)
     model, report = model_class.from_pretrained(
         adapter["base_model_name_or_path"] if adapter else path, dtype=torch.float32,
         output_loading_info=True, **kwargs)
-    missing = [name for name in report["missing_keys"]
-               if not (name == "score.weight" and (new_head or adapter))]
+    missing = [n for n in report["missing_keys"] if not (adapter and n == "score.weight")]
     if missing:
         raise UserError(f"{path} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}"
                         "; the folder is damaged or of another kind")
-    return lora.load(model, path, adapter, new_head) if adapter else model
+    return lora.load(model, path, adapter) if adapter else model
 
 
 def load_scorer(path, device="cpu"):
     """A reward model or critic from a reward model's folder, or made new from a policy's: its head
     then starts at zero, for a random head costs the trunk its first steps."""
-    if path == "toy":
-        policy, tokenizer, fresh = toy.new_model(), toy.tokenizer(), True
-        policy.config.num_labels = 1
-        model = AutoModelForSequenceClassification.from_config(policy.config)
-        model.base_model.load_state_dict(policy.base_model.state_dict())
-    else:
-        tokenizer, config = read_folder(path)
-        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    if path == "toy" or not is_scorer(path):
+        policy, tokenizer = load_policy(path)
+        if type(policy.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             raise UserError(f"no reward model can be made of {path}: transformers has no "
-                            f"SequenceClassification class for {type(config).__name__}")
-        fresh = not is_classifier(config)
-        options = {"num_labels": 1} if fresh or lora.read(path) else {}
-        model = load_weights(AutoModelForSequenceClassification, path, fresh, **options)
+                            f"SequenceClassification class for {type(policy.config).__name__}")
+        policy.config.num_labels = 1
+        with torch.device("meta"):
+            model = AutoModelForSequenceClassification.from_config(policy.config)
+        setattr(model, model.base_model_prefix, policy.base_model)
+        model.score = nn.Linear(model.score.in_features, 1, bias=False)
+        nn.init.zeros_(model.score.weight)
+        model.lora_config = getattr(policy, "lora_config", None)
+    else:
+        tokenizer, _ = read_folder(path)
+        one = {"num_labels": 1} if lora.read(path) else {}  # its base may be a policy
+        model = load_weights(AutoModelForSequenceClassification, path, **one)
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         raise UserError(f"{path} is a classifier with {model.config.num_labels} outputs, a reward "
                         "model has one; train one with train_rm.py")
     model.config.get_text_config().pad_token_id = None  # the check reads one row at a time
     prepare(model, path)
-    if fresh:
-        nn.init.zeros_(model.score.weight)
     distinct_pad(model, tokenizer)
     return model.to(device), tokenizer
 
 
 def load_reward_model(path, tokenizer, device="cpu"):
-    """A trained reward model that reads this tokenizer's ids, frozen."""
+    """A trained reward model that reads this tokenizer's ids, frozen; an adapter is merged."""
     if not is_scorer(path):
         raise UserError(f"{path} is no reward model; `python train_rm.py --model {path}` makes one")
     scorer, own = load_scorer(path, device)
     same_vocabulary(path, own, tokenizer)
-    return scorer.requires_grad_(False).eval()
+    return lora.merge(scorer).requires_grad_(False).eval()
 
 
 def load_reference(path, policy, tokenizer, device="cpu"):
@@ -223,7 +223,7 @@ def save_model(model, tokenizer, folder):
     only that, as PEFT's folder. With the generation config written here plain `generate` samples
     and stops as we do; a base model's contradictory one (do_sample=False with a temperature) would
     refuse to be saved."""
-    if hasattr(model, "lora_config"):
+    if getattr(model, "lora_config", None):
         tokenizer.save_pretrained(folder)
         lora.save(model, Path(folder))
         if model.name_or_path:

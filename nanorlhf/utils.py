@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -57,7 +58,9 @@ class Common:
     lora_rank: int = flag(0, "train adapters of this rank, at ten times the --lr; 0: all weights")
     lora_alpha: float = flag(0.0, "LoRA: the adapters are scaled by this / rank; 0: twice the rank")
     lora_targets: str = flag("", "LoRA: names of linear layers, such as q_proj,v_proj; empty: all")
-    dtype: str = flag("fp32", "compute precision: fp32, bf16 or fp16; master weights stay fp32")
+    preset: str = flag("none", "flags for memory: 8gb, 16gb, 24gb, 80gb, cpu; those given win")
+    dtype: str = flag("fp32", "compute precision: fp32, bf16, fp16, or auto, the best for the "
+                      "device; master weights stay fp32")
     device: str = flag("auto", "cuda, mps or cpu; auto takes a GPU when there is one")
     gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory")
     save_every: int = flag(50, "steps between checkpoints; 0: none")
@@ -79,8 +82,14 @@ RANGES = {  # (smallest, largest) allowed value: flags
                    "group_size inner_epochs mini_batches n limit kl_horizon max_new_tokens",
     (2, math.inf): "max_len",
 }
+OF_MEMORY = ("micro_tokens", "gradient_checkpointing", "lora_rank", "dtype", "device")
+PRESETS = {"none": (), "cpu": (4096, False, 0, "fp32", "cpu"),
+           "8gb": (2048, True, 16, "auto", "auto"), "16gb": (4096, True, 16, "auto", "auto"),
+           "24gb": (8192, True, 32, "auto", "auto"), "80gb": (32768, False, 0, "auto", "auto")}
+SMALLER = "lower --micro_tokens, give --gradient_checkpointing, --lora_rank 16, or a --preset"
 CHOICES = {
-    "dtype": ("fp32", "bf16", "fp16"), "report_to": ("none", "wandb", "tensorboard"),
+    "dtype": ("fp32", "bf16", "fp16", "auto"), "preset": PRESETS,
+    "report_to": ("none", "wandb", "tensorboard"),
     "kl_estimator": ("k1", "k2", "k3"), "advantage": ("grpo", "dr_grpo", "rloo"),
 }
 TRUNCATION = ("--top_k", "--top_p", "--min_p", "--repetition_penalty")
@@ -96,6 +105,8 @@ def parse(config_class, doc):
     from transformers import HfArgumentParser
     parser = HfArgumentParser(config_class, description=doc.strip().splitlines()[0])
     parser.error, parser.allow_abbrev = refuse, False
+    preset = getattr(parser.parse_known_args()[0], "preset", "none")
+    parser.set_defaults(**dict(zip(OF_MEMORY, PRESETS.get(preset, ()))))  # what is given wins
     config, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:
         name = unknown[0].split("=")[0]
@@ -111,8 +122,8 @@ def parse(config_class, doc):
                 raise UserError(f"--{name} {value} is out of range: give a number of at least {low}"
                                 + (f" and at most {high}" if high < math.inf else ""))
     for name, choices in CHOICES.items():
-        value = getattr(config, name, choices[0])
-        if value not in choices:
+        value = getattr(config, name, None)
+        if value is not None and value not in choices:
             raise UserError(f"--{name} {value} must be one of {', '.join(choices)}")
     if config.device == "auto":
         mps = torch.backends.mps.is_available()
@@ -122,6 +133,11 @@ def parse(config_class, doc):
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {config.device} cannot be used here "
                         f"({str(error).splitlines()[0]}); use --device cpu") from None
+    if getattr(config, "dtype", "") == "auto":
+        bf16 = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        config.dtype = bf16 if config.device.startswith("cuda") else "fp32"
+    if preset != "none":
+        print(f"preset {preset}:", *(f"--{name} {getattr(config, name)}" for name in OF_MEMORY))
     if not config.out:
         raise UserError("--out is empty; give the run folder to write")
     return config
@@ -137,6 +153,10 @@ def run_script(action):
         action()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except torch.OutOfMemoryError as error:
+        print(f"error: out of memory ({str(error).split('. ')[0]}); {SMALLER}; the last checkpoint "
+              "is kept, --resume takes another --micro_tokens", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("\ninterrupted; a run goes on from its last checkpoint with --resume",
@@ -207,6 +227,37 @@ def trainable(model, lr, config):
     return adamw(model, lr, config.weight_decay), fp16_scaler(config)
 
 
+def tell_memory(models, config):
+    """Print what training will take beyond what is in memory by now, and warn if it does not fit.
+
+    Per trained weight 12 bytes: gradient and Adam's two moments in fp32; in low precision 2 more,
+    its copy. Per token of a micro-batch and layer the backward pass needs (28 + 3 b) H + 4 b F
+    bytes (counted in a Llama; b bytes of --dtype, hidden size H, MLP size F); with checkpointing
+    4 H, and once the former. The sampler's cache takes half of what is free at most, before that.
+    """
+    need, size = 0, 4 if config.dtype == "fp32" else 2
+    for model in models:
+        shape = model.config.get_text_config()
+        inner = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size
+        layer = (28 + 3 * size) * shape.hidden_size + 4 * size * inner
+        kept = 4 * shape.hidden_size if config.gradient_checkpointing else layer
+        need += (16 - size) * sum(w.numel() for w in model.parameters() if w.requires_grad)
+        need += (shape.num_hidden_layers * kept + layer) * max(config.micro_tokens, config.max_len)
+    free = free_memory(config.device)
+    print(f"memory: training takes about {need / 1e9:.2f} GB more")
+    if need > free:
+        print(f"warning: that does not fit, {free / 1e9:.1f} GB are left; {SMALLER}")
+
+
+def free_memory(device):
+    """Bytes that can still be had; infinite where the system does not say."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
+    return int(found[1]) * 1024 if found and device == "cpu" else math.inf
+
+
 class Run:
     """The run folder: what was asked, what happened, and where to go on after a break."""
 
@@ -242,7 +293,8 @@ class Run:
                 raise UserError(f"{self.folder} holds an unfinished run; --resume goes on with "
                                 "it, --overwrite starts anew")
             old, new = args.get("flags", {}), dataclasses.asdict(config)
-            free = {"resume", "overwrite", "save_every", "report_to", "device"}
+            free = {"resume", "overwrite", "save_every", "report_to", "device", "micro_tokens",
+                    "gradient_checkpointing"}  # the last two change rounding only
             changed = [f"--{k} (was {old[k]}, now {new.get(k)})" for k in old
                        if k not in free and old[k] != new.get(k)]
             if changed:
@@ -252,11 +304,14 @@ class Run:
             raise UserError(f"--resume: {self.folder} holds no run to go on with")
 
     def start(self, **objects):
-        """(steps done, extra): (0, {}), or with --resume those of `restore`."""
+        """Take the objects whose state a resume needs; returns (steps done, extra): (0, {}), or
+        with --resume those of `restore`."""
+        self.objects = objects
         # One number for each start model: another one has another.
+        tell_memory([m for m in objects.values() if isinstance(m, torch.nn.Module)], self.config)
         self.origin = {name: float(sum(p.detach().double().abs().sum() for p in thing.parameters()))
                        for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
-        done = self.restore(**objects) if self.config.resume else (0, {})
+        done = self.restore() if self.config.resume else (0, {})
         self.clock = time.perf_counter()
         return done
 
@@ -322,11 +377,11 @@ class Run:
         if self.bar is not None:
             self.bar.set_postfix(values, refresh=False)
 
-    def end_step(self, step, metrics, extra=None, **objects):
-        """Log a step that is done, and keep a resume point of the objects where one is due."""
+    def end_step(self, step, metrics, extra=None):
+        """Log a step that is done, and keep a resume point where one is due."""
         self.log(step + 1, metrics)
         if self.due(step, self.config.save_every):
-            self.save(step + 1, extra, **objects)
+            self.save(step + 1, extra)
 
     def samples(self, step, rows):
         for row in rows:
@@ -339,14 +394,14 @@ class Run:
             file.write(json.dumps(values) + "\n")
         return values
 
-    def save(self, step, extra=None, **objects):
+    def save(self, step, extra=None):
         """A resume point after `step` steps: state of every object, RNGs, lengths of the logs. The
         one before is kept, so that a file damaged later still leaves a way back."""
         self._open()
         folder = self.folder / "checkpoint"
         folder.mkdir(exist_ok=True)
         state = {name: {k: v for k, v in thing.state_dict().items() if k not in frozen(thing)}
-                 for name, thing in objects.items()}
+                 for name, thing in self.objects.items()}
         logs = {name: (self.folder / name).stat().st_size if (self.folder / name).exists() else 0
                 for name in ("metrics.jsonl", "samples.jsonl")}
         file, new = folder / f"step_{step:08d}.pt", folder / "writing.tmp"
@@ -361,7 +416,7 @@ class Run:
         for old in sorted(folder.glob("step_*.pt"))[:-2]:
             old.unlink()
 
-    def restore(self, **objects):
+    def restore(self):
         """(steps done, extra) of the newest complete resume point, loaded into the objects."""
         for file in sorted((self.folder / "checkpoint").glob("step_*.pt"), reverse=True):
             try:
@@ -370,14 +425,14 @@ class Run:
                 print(f"warning: {file} is damaged ({type(error).__name__}); using the checkpoint "
                       "before it", file=sys.stderr)
                 continue
-            if set(saved["state"]) != set(objects):
+            if set(saved["state"]) != set(self.objects):
                 raise UserError(f"{file} holds {sorted(saved['state'])}, this run needs "
-                                f"{sorted(objects)}; it belongs to another script")
+                                f"{sorted(self.objects)}; it belongs to another script")
             for name, value in saved["origin"].items():
                 if not math.isclose(value, self.origin[name], rel_tol=1e-6):
                     raise UserError(f"--resume: the start {name} is not the one this run began "
                                     "with; bring it back, or start anew with --overwrite")
-            for name, thing in objects.items():
+            for name, thing in self.objects.items():
                 start = thing.state_dict()
                 thing.load_state_dict({k: start[k] for k in frozen(thing)} | saved["state"][name])
             for name, size in saved["logs"].items():  # steps after the checkpoint are run again

@@ -155,12 +155,14 @@ def save_text(folder):
 def begun(parsed, *flags, steps=0, every=1):
     """A run of so many steps, with a checkpoint after each `every`."""
     run = Run(parsed("--device", "cpu", *flags))
-    run.start()
+    thing = Thing(0)
+    run.start(thing=thing)
     for step in range(1, steps + 1):
+        thing.value = step
         run.log(step, {"loss": 1.0 / step})
         run.samples(step, [{"prompt": "p", "response": f"answer {step}", "score": None}])
         if step % every == 0:
-            run.save(step, {"kl_coef": step / 10}, thing=Thing(step))
+            run.save(step, {"kl_coef": step / 10})
     return run
 
 
@@ -266,9 +268,9 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(parsed, tmp_path, caps
 
 def test_what_is_missing_is_an_error_never_a_fresh_start(parsed, tmp_path):
     """CKP-4."""
-    run = begun(parsed, steps=2)
+    begun(parsed, steps=2)
     with pytest.raises(UserError, match="holds .'thing'., this run needs .'critic', 'thing'."):
-        run.restore(thing=Thing(0), critic=Thing(0))
+        Run(parsed("--resume", "--device", "cpu")).start(thing=Thing(0), critic=Thing(0))
     (tmp_path / "run" / "metrics.jsonl").unlink()
     with pytest.raises(UserError, match="metrics.jsonl is shorter"):
         resumed(parsed)
@@ -287,7 +289,7 @@ def test_a_save_that_breaks_off_leaves_the_old_checkpoint(parsed, tmp_path, monk
 
     monkeypatch.setattr(utils.torch, "save", full)
     with pytest.raises(OSError):
-        run.save(3, thing=Thing(3))
+        run.save(3)
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     names = {path.name for path in (tmp_path / "run" / "checkpoint").glob("step*")}
