@@ -68,6 +68,7 @@ def _child(script, flags, cwd, streams, die):
     if script.endswith(".py"):
         runpy.run_path(str(ROOT / script), run_name="__main__")
     else:
+        sys.modules.pop(script, None)  # a new interpreter would not have it yet
         runpy.run_module(script, run_name="__main__", alter_sys=True)
 
 

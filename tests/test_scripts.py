@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import peft
 import pytest
 import torch
 from transformers import (
@@ -16,7 +17,7 @@ from nanorlhf import toy
 from nanorlhf.utils import read_jsonl
 
 TRAIN = ["train_sft.py", "train_rm.py", "train_dpo.py", "train_ppo.py", "train_grpo.py"]
-TOOLS = ["nanorlhf.generate", "nanorlhf.evaluate", "nanorlhf.report"]
+TOOLS = ["nanorlhf.generate", "nanorlhf.evaluate", "nanorlhf.report", "nanorlhf.lora"]
 
 
 def write_jsonl(path, rows):
@@ -52,7 +53,7 @@ def test_help(script, tmp_path):
                  "--max_steps", "--batch_size", "--micro_tokens", "--max_len", "--warmup_ratio",
                  "--weight_decay", "--grad_clip", "--dtype", "--device",
                  "--gradient_checkpointing", "--save_every", "--eval_every", "--resume",
-                 "--report_to"]
+                 "--report_to", "--lora_rank", "--lora_alpha", "--lora_targets", "--preset"]
         assert [flag for flag in flags if flag not in result.out] == []
         assert "(default: 0.05)" in result.out
 
@@ -86,6 +87,11 @@ BAD = {  # name -> script, flags, words of the error
     "nan": ("train_sft.py", ["--lr", "nan"], ["--lr"]),
     "no batch": ("train_sft.py", ["--batch_size", 0], ["--batch_size"]),
     "unknown dtype": ("train_sft.py", ["--dtype", "int8"], ["--dtype", "bf16"]),
+    "unknown preset": ("train_sft.py", ["--preset", "9gb"], ["--preset", "8gb"]),
+    "no such target": ("train_sft.py", ["--lora_rank", 4, "--lora_targets", "q_prj"],
+                       ["--lora_targets q_prj", "q_proj"]),
+    "negative rank": ("train_sft.py", ["--lora_rank", -1], ["--lora_rank", "at least 0"]),
+    "no adapter": ("nanorlhf.lora", ["--adapter", "{data}"], ["adapter_config.json"]),
     "unknown grade": ("train_sft.py", ["--toy_grade", "big"], ["--toy_grade", "4x2"]),
     "too few questions": ("train_sft.py", ["--toy_grade", "1x2", "--toy_rows", 100],
                           ["questions"]),
@@ -252,6 +258,74 @@ def test_metric_names(chain):
         assert names - set(read_jsonl(chain / name / "metrics.jsonl")[-1]) == set(), name
 
 
+# --- adapters -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def adapters(chain, data, tmp_path_factory):
+    """The five runs with --lora_rank: SFT over the chain's, all others go on with its adapter."""
+    folder = tmp_path_factory.mktemp("adapters")
+    for name in STEPS:
+        more = ["--model", chain / "sft", "--dtype", "bf16"] if name == "sft" else []
+        result = run(f"train_{name}.py", *flags_of(name, folder, data), *more, "--lora_rank", 4,
+                     "--max_steps", 3, "--out", folder / name, cwd=folder)
+        assert result.status == 0, result.err
+        assert result.out.count("LoRA: ") == (2 if name == "ppo" else 1)
+    return folder
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_an_adapters_folder_opens_in_peft(name, adapters, chain):
+    """LOR-6."""
+    files = {path.name for path in (adapters / name).iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= files
+    assert not {"model.safetensors", "config.json"} & files
+    config = json.loads((adapters / name / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(chain / "sft")
+    more = {"num_labels": 1} if name == "rm" else {}
+    kind = peft.AutoPeftModelForSequenceClassification if more else peft.AutoPeftModelForCausalLM
+    model = kind.from_pretrained(adapters / name, **more)
+    inputs = AutoTokenizer.from_pretrained(adapters / name)("12+34=", return_tensors="pt")
+    inputs.pop("token_type_ids", None)
+    on = model(**inputs).logits
+    with model.disable_adapter():
+        assert on.isfinite().all() and not torch.equal(on, model(**inputs).logits)
+
+
+def test_identities_from_an_adapter(adapters):
+    """LOR-5: the reference of a run that starts from base + SFT adapter is both of them."""
+    first = {name: read_jsonl(adapters / name / "metrics.jsonl")[0] for name in STEPS}
+    assert abs(first["rm"]["loss"] - math.log(2)) <= 1e-5
+    assert abs(first["dpo"]["loss"] - math.log(2)) <= 1e-5
+    for name in ("ppo", "grpo"):
+        assert abs(first[name]["kl_k1"]) <= 1e-6
+        rows = read_jsonl(adapters / name / "metrics.jsonl")
+        assert rows[-1]["kl_k1"] != 0 and all(row["sampler_gap"] <= 2e-5 for row in rows)
+
+
+def test_tools_read_adapters(adapters, chain, tmp_path):
+    few = ["--limit", 4, "--max_new_tokens", 8]
+    for flags in (["nanorlhf.generate", "--model", adapters / "sft", "--prompt", "1+1="],
+                  ["nanorlhf.evaluate", "--model", adapters / "rm", "--limit", 4],
+                  ["nanorlhf.evaluate", "--model", adapters / "dpo", "--reward_model",
+                   adapters / "rm", *few]):
+        result = run(*flags, cwd=tmp_path)
+        assert result.status == 0 and result.out.strip(), result.err
+
+
+def test_a_fresh_toy_model_is_saved_as_the_base(tmp_path):
+    flags = [*SMALL, "--preset", "8gb", "--max_steps", 1, "--out", "run"]
+    for more in ([], ["--overwrite"]):
+        result = run("train_sft.py", *flags, *more, cwd=tmp_path)
+        assert result.status == 0 and "--lora_rank 16" in result.out, result.err
+    result = run("nanorlhf.lora", "--adapter", "run", "--out", "merged", cwd=tmp_path)
+    assert result.status == 0, result.err
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").num_parameters() == 369_888
+    result = run("train_sft.py", *SMALL, "--model", "run", "--lora_rank", 16, "--out", "run",
+                 "--overwrite", cwd=tmp_path)
+    assert result.status == 2 and "would overwrite" in result.errors[-1], result.err
+
+
 def test_a_finished_run_is_not_overwritten_unless_told(chain, data, tmp_path):
     before = (chain / "sft" / "model.safetensors").read_bytes()
     flags = [*flags_of("sft", chain, data), "--max_steps", 4, "--out", chain / "sft"]
@@ -335,7 +409,9 @@ def equal(a, b):
 
 def assert_same_end(broken, whole):
     assert without_speed(broken) == without_speed(whole)  # LOG-6: every step once
-    for name in ("model.safetensors", "samples.jsonl", "config.json"):
+    model = (("adapter_model.safetensors", "adapter_config.json")
+             if (whole / "adapter_config.json").exists() else ("model.safetensors", "config.json"))
+    for name in (*model, "samples.jsonl"):
         assert (broken / name).read_bytes() == (whole / name).read_bytes(), name
     last = [sorted((folder / "checkpoint").glob("step_*.pt"))[-1] for folder in (broken, whole)]
     assert last[0].name == last[1].name
@@ -401,3 +477,16 @@ def test_the_other_scripts_resume_bit_equal(name, chain, data, tmp_path):
     assert_same_end(broken, whole)
     if name == "ppo":
         assert len({row["kl_coef"] for row in without_speed(whole)}) > 1  # it moves, so it counts
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_adapters_resume_bit_equal(name, adapters, data, tmp_path):
+    """CKP-1 with --lora_rank: a checkpoint holds what is trained, the rest is the start model's."""
+    flags = [*flags_of(name, adapters, data), "--model", adapters / "sft", "--lora_rank", 4,
+             "--max_steps", 4, "--save_every", 2]
+    broken, whole = broken_and_whole(name, flags, [("log", 3), ("finish", 0)], tmp_path)
+    assert_same_end(broken, whole)
+    last = torch.load(max((whole / "checkpoint").iterdir()), weights_only=False)["state"]
+    assert all(key.endswith((".lora_A", ".lora_B")) for key in last["model"]), list(last["model"])
+    if name == "ppo":
+        assert {key for key in last["critic"] if ".lora_" not in key} == {"score.weight"}
