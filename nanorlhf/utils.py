@@ -227,13 +227,13 @@ def trainable(model, lr, config):
     return adamw(model, lr, config.weight_decay), fp16_scaler(config)
 
 
-def tell_memory(models, config):
-    """Print what training will take beyond what is in memory by now, and warn if it does not fit.
+def memory_to_come(models, config):
+    """Bytes that training will take beyond what is in memory once all models are.
 
-    Per trained weight 12 bytes: gradient and Adam's two moments in fp32; in low precision 2 more,
-    its copy. Per token of a micro-batch and layer the backward pass needs (28 + 3 b) H + 4 b F
-    bytes (counted in a Llama; b bytes of --dtype, hidden size H, MLP size F); with checkpointing
-    4 H, and once the former. The sampler's cache takes half of what is free at most, before that.
+    Per trained weight 12: gradient and Adam's two moments in fp32; in low precision 2 more, its
+    copy. Per token of a micro-batch and layer, (28 + 3 b) H + 4 b F for the backward pass (counted
+    in a Llama; b bytes of --dtype, hidden size H, MLP size F), once more while a layer runs; with
+    checkpointing only 4 H. The sampler's cache takes at most half of what is free, and not then.
     """
     need, size = 0, 4 if config.dtype == "fp32" else 2
     for model in models:
@@ -243,10 +243,7 @@ def tell_memory(models, config):
         kept = 4 * shape.hidden_size if config.gradient_checkpointing else layer
         need += (16 - size) * sum(w.numel() for w in model.parameters() if w.requires_grad)
         need += (shape.num_hidden_layers * kept + layer) * max(config.micro_tokens, config.max_len)
-    free = free_memory(config.device)
-    print(f"memory: training takes about {need / 1e9:.2f} GB more")
-    if need > free:
-        print(f"warning: that does not fit, {free / 1e9:.1f} GB are left; {SMALLER}")
+    return need
 
 
 def free_memory(device):
@@ -308,9 +305,12 @@ class Run:
         with --resume those of `restore`."""
         self.objects = objects
         # One number for each start model: another one has another.
-        tell_memory([m for m in objects.values() if isinstance(m, torch.nn.Module)], self.config)
-        self.origin = {name: float(sum(p.detach().double().abs().sum() for p in thing.parameters()))
-                       for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
+        models = {k: m for k, m in objects.items() if isinstance(m, torch.nn.Module)}
+        need, free = memory_to_come(models.values(), self.config), free_memory(self.config.device)
+        print(f"memory: training takes about {need / 1e9:.2f} GB more" + (
+            f"; that does not fit, {free / 1e9:.2f} GB are left: {SMALLER}" if need > free else ""))
+        self.origin = {name: float(sum(p.detach().double().abs().sum() for p in model.parameters()))
+                       for name, model in models.items()}
         done = self.restore() if self.config.resume else (0, {})
         self.clock = time.perf_counter()
         return done

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import random
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,11 +14,17 @@ import pytest
 import torch
 
 from nanorlhf import report, utils
+from nanorlhf.data import Batch
 from nanorlhf.losses import kl_estimate, ppo_stats
+from nanorlhf.model import autocast, token_logprobs
 from nanorlhf.utils import (
     Common, Run, UserError, add_stats, adamw, clean, derive_seed, flag, fp16_scaler, lr_at,
     optimizer_step, parse, read_jsonl, run_script, seed_everything,
 )
+from tiny import tiny_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_sft  # noqa: E402
 
 
 @dataclass
@@ -86,6 +94,116 @@ def test_a_user_error_is_one_line_and_status_2(capsys):
     assert done.value.code == 2 and capsys.readouterr().err == "error: no such thing; make one\n"
     with pytest.raises(ZeroDivisionError):  # a fault of ours is not dressed up as the user's
         run_script(lambda: 1 / 0)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_a_preset_sets_what_is_not_given_and_says_so(parsed, capsys):
+    config = parsed("--preset", "8gb", "--micro_tokens", 3000, "--device", "cpu")
+    assert config.micro_tokens == 3000 and config.gradient_checkpointing and config.lora_rank == 16
+    assert config.dtype == "fp32"  # "auto" on a CPU
+    assert capsys.readouterr().out == ("preset 8gb: --micro_tokens 3000 --gradient_checkpointing "
+                                       "True --lora_rank 16 --dtype fp32 --device cpu\n")
+    config = parsed("--preset", "24gb", "--lora_rank", 0, "--gradient_checkpointing", "false")
+    assert config.lora_rank == 0 and not config.gradient_checkpointing
+    assert parsed("--preset", "cpu").device == "cpu"
+    capsys.readouterr()
+    assert parsed().micro_tokens == 16384 and not capsys.readouterr().out
+    with pytest.raises(UserError, match="--preset 9gb must be one of none, cpu, 8gb"):
+        parsed("--preset", "9gb")
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_auto_precision_is_what_the_card_has(has_bf16, parsed, monkeypatch):
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device: empty(*size))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert parsed("--preset", "16gb", "--device", "cuda").dtype == ("bf16" if has_bf16 else "fp16")
+    assert parsed("--preset", "16gb", "--device", "cuda", "--dtype", "fp32").dtype == "fp32"
+
+
+def llama(layers):
+    return tiny_model(hidden_size=64, intermediate_size=192, num_hidden_layers=layers, head_dim=16,
+                      num_key_value_heads=4)
+
+
+def memory_flags(**changes):
+    return SimpleNamespace(**(dict(dtype="fp32", gradient_checkpointing=False, device="cpu", lr=1.0,
+                                   micro_tokens=512, max_len=64, weight_decay=0.0) | changes))
+
+
+def kept_for_backward(model, dtype):
+    """Bytes that autograd keeps of a forward pass of 512 tokens, without the weights' own."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(
+            "cpu", dtype):
+        logp, _ = token_logprobs(model, Batch.from_rows([([5] * 64, [1] * 64)] * 8))
+    for weight in model.parameters():
+        kept.pop(weight.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_memory_estimate_is_what_autograd_keeps(dtype, checkpointing):
+    """What a layer adds, counted, and what `memory_to_come` says of it, within a tenth."""
+    config = memory_flags(dtype=dtype, gradient_checkpointing=checkpointing)
+    counted, told = [], []
+    for layers in (2, 6):
+        model = llama(layers)
+        utils.trainable(model, 1.0, config)
+        counted.append(kept_for_backward(model, dtype))
+        told.append(utils.memory_to_come([model], config))
+    grown = 4 * sum(w.numel() for w in model.model.layers[0].parameters())
+    told = told[1] - told[0] - 12 * grown - (2 * grown if dtype == "bf16" else 0)
+    if dtype == "bf16" and not checkpointing:
+        counted[1] -= 2 * grown  # the weights' copies, counted with the weights
+    assert counted[1] - counted[0] == pytest.approx(told, rel=0.1)
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_what_does_not_fit_is_told(fits, monkeypatch, capsys):
+    model, config = llama(2), memory_flags()
+    need = 12 * sum(w.numel() for w in model.parameters()) + 512 * 3 * (40 * 64 + 16 * 192)
+    assert need == utils.memory_to_come([model], config)
+    model.model.requires_grad_(False)  # frozen weights need neither gradient nor moments
+    need -= 12 * sum(w.numel() for w in model.model.parameters())
+    monkeypatch.setattr(utils, "free_memory", lambda device: need if fits else need - 1)
+    run = Run(utils.Common(out="x", device="cpu", micro_tokens=512, max_len=64))
+    run.start(model=model)
+    out = capsys.readouterr().out
+    assert f"about {need / 1e9:.2f} GB more" in out
+    assert ("does not fit" in out and "lower --micro_tokens" in out) != fits
+    monkeypatch.undo()
+    assert 1e6 < utils.free_memory("cpu") and utils.free_memory("mps") == math.inf
+
+
+def test_out_of_memory_in_a_step(tmp_path, monkeypatch, capsys):
+    """One line with the flag to turn, status 2, and the checkpoint serves a smaller --micro_tokens
+    to the end."""
+    flags = dict(device="cpu", out=str(tmp_path / "run"), toy_rows=16, batch_size=4, save_every=1,
+                 eval_prompts=2, max_new_tokens=4, max_steps=3)
+    steps = iter(range(3))
+
+    def full(*args):
+        if next(steps) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU ...")
+        return optimizer_step(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as done:
+        patch.setattr(train_sft, "optimizer_step", full)
+        run_script(lambda: train_sft.train(train_sft.Config(**flags)))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert done.value.code == 2 and "--micro_tokens" in line and "--resume" in line
+    train_sft.train(train_sft.Config(**flags, micro_tokens=64, gradient_checkpointing=True,
+                                     resume=True))
+    assert steps_logged(tmp_path) == [1, 2, 3]
 
 
 # --- seeds, schedule, step ------------------------------------------------------------------------
