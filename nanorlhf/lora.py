@@ -105,9 +105,8 @@ def adapt(model, config):
     model.requires_grad_(False)
     for module, leaf in trained(model).values():
         setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().clone()))
-    learn, all_ = (sum(w.numel() for w in model.parameters() if w.requires_grad or with_frozen)
-                   for with_frozen in (False, True))
-    print(f"LoRA: {learn:,} of {all_:,} weights are trained ({learn / all_:.2%})")
+    learn, total = model.num_parameters(only_trainable=True), model.num_parameters()
+    print(f"LoRA: {learn:,} of {total:,} weights are trained ({learn / total:.2%})")
     return model
 
 

@@ -70,10 +70,7 @@ class Common:
     report_to: str = flag("none", "none, wandb or tensorboard, beside metrics.jsonl")
 
 
-RANGES = {  # (smallest, largest) allowed value: flags
-    (0, math.inf): "lr critic_lr lora_rank lora_alpha max_steps weight_decay grad_clip save_every "
-                   "eval_every nll_coef centre_coef kl_coef kl_target clip_eps_high value_clip "
-                   "dual_clip reward_clip tis_cap critic_warmup",
+RANGES = {  # (smallest, largest) allowed value: numbers; all others must be 0 or more
     (1e-6, math.inf): "beta",
     (0, 0.5): "label_smoothing",
     (0, 1): "warmup_ratio clip_eps_low gamma gae_lambda",
@@ -115,12 +112,12 @@ def parse(config_class, doc):
                    "else the importance ratio of RL is biased; python -m nanorlhf.generate has it")
         near = get_close_matches(name, parser._option_string_actions, 1)
         refuse(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
-    for (low, high), names in RANGES.items():
-        for name in names.split():
-            value = getattr(config, name, low)  # not every script has every flag
-            if not (low <= value <= high and math.isfinite(value)):
-                raise UserError(f"--{name} {value} is out of range: give a number of at least {low}"
-                                + (f" and at most {high}" if high < math.inf else ""))
+    ranges = {name: pair for pair, names in RANGES.items() for name in names.split()}
+    for name, value in vars(config).items():
+        low, high = ranges.get(name, (0, math.inf))
+        if type(value) in (int, float) and not (low <= value <= high and math.isfinite(value)):
+            raise UserError(f"--{name} {value} is out of range: give a number of at least {low}"
+                            + (f" and at most {high}" if high < math.inf else ""))
     for name, choices in CHOICES.items():
         value = getattr(config, name, None)
         if value is not None and value not in choices:
@@ -134,8 +131,8 @@ def parse(config_class, doc):
         raise UserError(f"--device {config.device} cannot be used here "
                         f"({str(error).splitlines()[0]}); use --device cpu") from None
     if getattr(config, "dtype", "") == "auto":
-        bf16 = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-        config.dtype = bf16 if config.device.startswith("cuda") else "fp32"
+        half = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        config.dtype = half if config.device.startswith("cuda") else "fp32"
     if preset != "none":
         print(f"preset {preset}:", *(f"--{name} {getattr(config, name)}" for name in OF_MEMORY))
     if not config.out:
@@ -262,7 +259,7 @@ class Run:
         seed_everything(config.seed)
         self.config, self.folder = config, Path(config.out)
         self.args_file = self.folder / "args.json"
-        self.tracker, self.bar, self.opened = None, None, False
+        self.track, self.bar, self.opened = lambda values, step: None, None, False
         self.born = self.clock = time.perf_counter()
         if config.resume and config.overwrite:
             raise UserError("--resume and --overwrite exclude each other; give one of them")
@@ -329,10 +326,11 @@ class Run:
         self._write_args(finished=False)
         if self.config.report_to == "wandb":
             import wandb
-            self.tracker = wandb.init(name=self.folder.name, config=vars(self.config))
+            self.track = wandb.init(name=self.folder.name, config=vars(self.config)).log
         elif self.config.report_to == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
-            self.tracker = SummaryWriter(self.folder)
+            write = SummaryWriter(self.folder).add_scalar
+            self.track = lambda values, step: [write(*item, step) for item in values.items()]
 
     def steps(self, n_rows, start):
         """Yield (step, numbers of its rows out of n_rows), behind a progress bar. Each of --epochs
@@ -368,12 +366,7 @@ class Run:
     def log(self, step, metrics):
         """Append one step to metrics.jsonl. Values that are not finite become null."""
         values = self._append("metrics.jsonl", step, metrics)
-        if self.config.report_to == "wandb":
-            self.tracker.log(values, step=step)
-        elif self.tracker is not None:
-            for name, value in values.items():
-                if value is not None:
-                    self.tracker.add_scalar(name, value, step)
+        self.track({name: value for name, value in values.items() if value is not None}, step)
         if self.bar is not None:
             self.bar.set_postfix(values, refresh=False)
 
@@ -421,35 +414,36 @@ class Run:
         for file in sorted((self.folder / "checkpoint").glob("step_*.pt"), reverse=True):
             try:
                 saved = torch.load(file, map_location="cpu", weights_only=False)
+                break
             except Exception as error:  # whatever a damaged file raises: try the one before
                 print(f"warning: {file} is damaged ({type(error).__name__}); using the checkpoint "
                       "before it", file=sys.stderr)
-                continue
-            if set(saved["state"]) != set(self.objects):
-                raise UserError(f"{file} holds {sorted(saved['state'])}, this run needs "
-                                f"{sorted(self.objects)}; it belongs to another script")
-            for name, value in saved["origin"].items():
-                if not math.isclose(value, self.origin[name], rel_tol=1e-6):
-                    raise UserError(f"--resume: the start {name} is not the one this run began "
-                                    "with; bring it back, or start anew with --overwrite")
-            for name, thing in self.objects.items():
-                start = thing.state_dict()
-                thing.load_state_dict({k: start[k] for k in frozen(thing)} | saved["state"][name])
-            for name, size in saved["logs"].items():  # steps after the checkpoint are run again
-                log = self.folder / name
-                if size and (not log.exists() or log.stat().st_size < size):
-                    raise UserError(f"{log} is shorter than the checkpoint says; it was changed "
-                                    "or deleted: start anew with --overwrite")
-                if log.exists():
-                    os.truncate(log, size)
-            random.setstate(saved["rng"]["python"])
-            np.random.set_state(saved["rng"]["numpy"])
-            torch.set_rng_state(saved["rng"]["torch"])
-            if torch.cuda.is_available():
-                torch.cuda.set_rng_state_all(saved["rng"]["cuda"])
-            return saved["step"], saved["extra"]
-        raise UserError(f"--resume: {self.folder / 'checkpoint'} holds no complete checkpoint; "
-                        "start anew with --overwrite")
+        else:
+            raise UserError(f"--resume: {self.folder / 'checkpoint'} holds no complete checkpoint; "
+                            "start anew with --overwrite")
+        if set(saved["state"]) != set(self.objects):
+            raise UserError(f"{file} holds {sorted(saved['state'])}, this run needs "
+                            f"{sorted(self.objects)}; it belongs to another script")
+        for name, value in saved["origin"].items():
+            if not math.isclose(value, self.origin[name], rel_tol=1e-6):
+                raise UserError(f"--resume: the start {name} is not the one this run began with; "
+                                "bring it back, or start anew with --overwrite")
+        for name, thing in self.objects.items():
+            start = thing.state_dict()
+            thing.load_state_dict({k: start[k] for k in frozen(thing)} | saved["state"][name])
+        for name, size in saved["logs"].items():  # steps after the checkpoint are run again
+            log = self.folder / name
+            if size and (not log.exists() or log.stat().st_size < size):
+                raise UserError(f"{log} is shorter than the checkpoint says; it was changed or "
+                                "deleted: start anew with --overwrite")
+            if log.exists():
+                os.truncate(log, size)
+        random.setstate(saved["rng"]["python"])
+        np.random.set_state(saved["rng"]["numpy"])
+        torch.set_rng_state(saved["rng"]["torch"])
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(saved["rng"]["cuda"])
+        return saved["step"], saved["extra"]
 
     def finish(self, save_model):
         """Write the model with `save_model(folder)`, mark the run finished, draw its curves."""
