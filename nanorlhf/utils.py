@@ -219,7 +219,8 @@ def optimizer_step(optimizer, lr, grad_clip, scaler):
 def trainable(model, lr, config):
     """Put the model into training mode; returns its optimiser and its loss scaler."""
     if config.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None)  # transformers' new name
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.train()
     return adamw(model, lr, config.weight_decay), fp16_scaler(config)
 

@@ -1,6 +1,7 @@
 """Models: packed = alone, what is refused, plain folders, reward heads, vocabularies."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from nanorlhf.model import (
     distinct_pad, eos_ids, load_policy, load_reference, load_reward_model, load_scorer,
     normalised, prepare, save_model, sequence_scores, token_logprobs, token_values,
 )
-from nanorlhf.utils import UserError
+from nanorlhf.utils import UserError, trainable
 from tiny import FAMILIES, SMALL, tiny_config, tiny_model
 
 NO_SCORER = {"granite", "cohere"}  # transformers has no SequenceClassification class for them
@@ -162,7 +163,9 @@ def test_gradient_checkpointing_changes_no_gradient():
     for on in (False, True):
         model = tiny_model("llama").train()
         if on:
-            model.gradient_checkpointing_enable()
+            config = SimpleNamespace(gradient_checkpointing=True, weight_decay=0.0, device="cpu",
+                                     dtype="fp32")
+            trainable(model, 1e-3, config)
         batch = Batch.from_rows(rows_of(*LENGTHS))
         sft_loss(token_logprobs(model, batch)[0], batch.loss_mask).backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))

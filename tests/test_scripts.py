@@ -314,10 +314,11 @@ def test_tools_read_adapters(adapters, chain, tmp_path):
 
 
 def test_a_fresh_toy_model_is_saved_as_the_base(tmp_path):
-    flags = [*SMALL, "--preset", "8gb", "--max_steps", 1, "--out", "run"]
-    for more in ([], ["--overwrite"]):
-        result = run("train_sft.py", *flags, *more, cwd=tmp_path)
-        assert result.status == 0 and "--lora_rank 16" in result.out, result.err
+    flags = [*SMALL, "--max_steps", 1, "--out", "run"]
+    for preset in ("none", "8gb", "8gb"):  # over a full model, and over another adapter
+        result = run("train_sft.py", *flags, "--preset", preset, "--overwrite", cwd=tmp_path)
+        assert result.status == 0 and ("--lora_rank 16" in result.out) == (preset == "8gb")
+    assert not {"model.safetensors", "config.json"} & {f.name for f in (tmp_path / "run").iterdir()}
     result = run("nanorlhf.lora", "--adapter", "run", "--out", "merged", cwd=tmp_path)
     assert result.status == 0, result.err
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").num_parameters() == 369_888
