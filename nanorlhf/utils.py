@@ -232,6 +232,7 @@ def memory_to_come(models, config):
     copy. Per token of a micro-batch and layer, (28 + 3 b) H + 4 b F for the backward pass (counted
     in a Llama; b bytes of --dtype, hidden size H, MLP size F), once more while a layer runs; with
     checkpointing only 4 H. The sampler's cache takes at most half of what is free, and not then.
+    What allocators and libraries keep, on a CPU some hundred MB, comes on top.
     """
     need, size = 0, 4 if config.dtype == "fp32" else 2
     for model in models:
@@ -288,8 +289,8 @@ class Run:
                 raise UserError(f"{self.folder} holds an unfinished run; --resume goes on with "
                                 "it, --overwrite starts anew")
             old, new = args.get("flags", {}), dataclasses.asdict(config)
-            free = {"resume", "overwrite", "save_every", "report_to", "device", "micro_tokens",
-                    "gradient_checkpointing"}  # the last two change rounding only
+            free = {"resume", "overwrite", "save_every", "report_to", "device", "preset",
+                    "micro_tokens", "gradient_checkpointing"}  # these two change rounding only
             changed = [f"--{k} (was {old[k]}, now {new.get(k)})" for k in old
                        if k not in free and old[k] != new.get(k)]
             if changed:
@@ -302,11 +303,11 @@ class Run:
         """Take the objects whose state a resume needs; returns (steps done, extra): (0, {}), or
         with --resume those of `restore`."""
         self.objects = objects
-        # One number for each start model: another one has another.
         models = {k: m for k, m in objects.items() if isinstance(m, torch.nn.Module)}
         need, free = memory_to_come(models.values(), self.config), free_memory(self.config.device)
         print(f"memory: training takes about {need / 1e9:.2f} GB more" + (
             f"; that does not fit, {free / 1e9:.2f} GB are left: {SMALLER}" if need > free else ""))
+        # One number for each start model: another one has another.
         self.origin = {name: float(sum(p.detach().double().abs().sum() for p in model.parameters()))
                        for name, model in models.items()}
         done = self.restore() if self.config.resume else (0, {})
