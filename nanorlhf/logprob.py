@@ -14,7 +14,9 @@ log-sum-exp. The backward pass makes each again and turns it, in place, into its
 
 and z = x w^T gives dL/dx = dL/dz w, dL/dw = dL/dz^T x. All it takes is p = e^(z - lse). These
 two row functions exist twice: as Triton kernels for CUDA, and in torch for every other machine
-(and for CUDA with NANORLHF_TRITON=0). All else is one code.
+(and for CUDA with NANORLHF_TRITON=0). All else is one code. Where g is known beforehand (SFT), the
+forward pass takes a few rows over the whole vocabulary and makes their gradient at once: three
+matrix products instead of four.
 Letters: N tokens, H hidden size, V vocabulary; n tokens and v words make up a tile.
 """
 
@@ -35,7 +37,8 @@ TILES = {"cpu": (512, 4096), "cuda": (4096, 16384)}
 LOWEST = -1e30  # stands in for -inf where 0 * -inf has to be 0
 
 
-def token_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=None):
+def token_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=None,
+                   upstream=None):
     """Log-prob of the targets, and entropy of the distribution that the lm head makes of `hidden`.
 
     z = softcap * tanh((hidden @ weight.T + bias) / softcap) / temperature    (tanh if softcap)
@@ -44,18 +47,21 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=
     -> logp (N,) <= 0 and entropy (N,), fp32 (fp64 for fp64 inputs), both once differentiable in
     hidden, weight and bias. The head runs in the inputs' type or autocast's, all after it in
     fp32. Words with logit -inf count as impossible. ValueError for arguments that do not fit.
+
+    upstream (N,): what dL/dlogp will be, up to a factor, and L not made of entropy: gradients are
+    then ready after the forward pass. A backward with another gradient, or a second one, raises.
     """
-    check(hidden, weight, bias, targets, temperature)
+    check(hidden, weight, bias, targets, temperature, upstream)
     dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    return FusedLogprobs.apply(hidden, weight, bias, targets, dtype, temperature, softcap)
+    return FusedLogprobs.apply(hidden, weight, bias, targets, upstream, dtype, temperature, softcap)
 
 
 def logits_logprobs(logits, targets, temperature=1.0):
     """The same for logits (N, V) that lie in memory already; they are read, not overwritten."""
     check(logits, None, None, targets, temperature)
-    return FusedLogprobs.apply(logits, None, None, targets, logits.dtype, temperature, None)
+    return FusedLogprobs.apply(logits, None, None, targets, None, logits.dtype, temperature, None)
 
 
 def token_logprobs_reference(hidden, weight, targets, temperature=1.0, bias=None, softcap=None):
@@ -70,12 +76,12 @@ def token_logprobs_reference(hidden, weight, targets, temperature=1.0, bias=None
     return logp.gather(1, targets[:, None])[:, 0], entropy
 
 
-def check(hidden, weight, bias, targets, temperature):
+def check(hidden, weight, bias, targets, temperature, upstream=None):
     shapes = [[*t.shape] for t in (hidden, weight) if t is not None]  # no weight: logits
     if any(len(shape) != 2 or shape[1] != shapes[0][1] for shape in shapes):
         raise ValueError(f"hidden, weight {shapes}: not [N, H], [V, H] (logits: [N, V])")
     N, V = len(hidden), shapes[0][1] if weight is None else len(weight)
-    for name, tensor, size in (("targets", targets, N), ("bias", bias, V)):
+    for name, tensor, size in ("targets", targets, N), ("bias", bias, V), ("upstream", upstream, N):
         if tensor is not None and tensor.shape != (size,):
             raise ValueError(f"{name} must have shape [{size}], not {[*tensor.shape]}")
     if not temperature > 0:
@@ -85,11 +91,13 @@ def check(hidden, weight, bias, targets, temperature):
                          f"0..{V - 1}; drop the positions that have no target before the head")
 
 
-def tiles(x, weight, bias, softcap):
+def tiles(x, weight, bias, softcap, whole_rows=False):
     """For every tile: words, rows, w (v, H), and logits (n, v), which the next tile overwrites.
     Words outermost: each part of the weight is read once. With no weight, x are the logits."""
     N, V = len(x), x.shape[1] if weight is None else len(weight)
     n, v = TILES["cuda" if x.is_cuda else "cpu"]
+    if whole_rows:
+        n, v = min(n, max(256, n * v // V)), V
     buffer = x.new_empty((min(n, N), min(v, -(-V // 16) * 16)))  # 16: aligned rows for any V
     for left in range(0, V, v):
         words = slice(left, min(left + v, V))
@@ -115,51 +123,82 @@ def add_product(total, a, b):
 
 class FusedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, dtype, temperature, softcap):
+    def forward(ctx, hidden, weight, bias, targets, upstream, *options):
+        inputs = hidden, weight, bias, targets
+        exact = torch.promote_types(options[0], torch.float32)
         # per token: maximum m of z so far, sum e^(z-m), sum e^(z-m) (z-m), logit of the target
-        stats = hidden.new_zeros((4, len(hidden)), dtype=torch.promote_types(dtype, torch.float32))
-        stats[0] = LOWEST
-        fold, _ = row_functions(hidden, dtype)
-        for words, rows, _, z in tiles(hidden.to(dtype), weight, bias, softcap):
-            fold(z, targets[rows] - words.start, stats[:, rows], temperature)
-        top, total, moment, hit = stats
+        sums = hidden.new_zeros((4, len(hidden)), dtype=exact)
+        sums[0], stats = LOWEST, None
+        if upstream is not None:
+            stats = torch.zeros_like(sums)
+            stats[2] = upstream / options[1]
+        ctx.gradients = walk(inputs, options, sums, stats, ctx.needs_input_grad)
+        top, total, moment, hit = sums
         lse, entropy = top + total.log(), total.log() - moment / total
-        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.dtype, ctx.temperature, ctx.softcap = dtype, temperature, softcap
+        ctx.save_for_backward(*inputs, upstream, lse, entropy)
+        ctx.options = options
         ctx.set_materialize_grads(False)  # an output that no loss uses costs nothing in backward
         return hit - top - total.log(), entropy  # hit <= top and total >= 1: never above 0
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g, g_entropy):
-        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-        x, softcap = hidden.to(ctx.dtype), ctx.softcap
-        d_hidden = torch.zeros_like(hidden, dtype=hidden.dtype if weight is None else lse.dtype)
-        d_weight = torch.zeros_like(weight) if for_weight else None
-        d_bias = torch.zeros_like(bias, dtype=lse.dtype) if for_bias else None
-        stats = torch.stack([lse, entropy, *(torch.zeros_like(lse) if d is None else
-                                             d / ctx.temperature for d in (g, g_entropy))])
-        _, to_gradient = row_functions(hidden, ctx.dtype)
-        for words, rows, w, z in tiles(x, weight, bias, softcap):
-            slope = None if softcap is None else 1 - (z / softcap).square_()
-            column = targets[rows] - words.start
-            to_gradient(z, column, stats[:, rows], ctx.temperature, g_entropy is not None)
-            if softcap is not None:
-                z *= slope
-            if weight is None:
-                d_hidden[rows, words] = z
-            elif for_hidden:
-                add_product(d_hidden[rows], z, w)
-            if for_bias:
-                d_bias[words] += z.sum(0, dtype=lse.dtype)
-            if for_weight:
-                if rows.start == 0:  # the sum for these words is kept in fp32, d_weight may not be
-                    dw = d_weight[words].to(lse.dtype)
-                add_product(dw, z.T, x[rows])
-                if rows.stop == len(x) and dw.dtype != weight.dtype:
-                    d_weight[words] = dw
-        return d_hidden, d_weight, d_bias, None, None, None, None  # autograd casts to the inputs'
+        *inputs, upstream, lse, entropy = ctx.saved_tensors
+        if upstream is None:
+            stats = torch.stack([lse, entropy, *(torch.zeros_like(lse) if d is None else
+                                                 d / ctx.options[1] for d in (g, g_entropy))])
+            found = walk(inputs, ctx.options, None, stats, ctx.needs_input_grad,
+                         g_entropy is not None)
+        else:
+            found, ctx.gradients = ctx.gradients, None  # given away, so that autograd copies none
+            factor = (g @ upstream) / (upstream @ upstream).clamp(min=1e-30)
+            if found is None or g_entropy is not None or not torch.allclose(g, factor * upstream):
+                raise RuntimeError("with `upstream`, token_logprobs has gradients for one backward "
+                                   "pass, of that very gradient; leave upstream out")
+            if factor != 1:
+                found = [None if d is None else d * factor for d in found]
+        return *found, *[None] * 5  # autograd casts to the types of the inputs
+
+
+def walk(inputs, options, sums, stats, needed, with_entropy=False):
+    """Over all tiles: bring sums (4, N) up to date with the logits; then, with stats (4, N), turn
+    them into their gradient and return dL/dhidden, dL/dweight, dL/dbias. With both, in one go."""
+    (hidden, weight, bias, targets), (dtype, temperature, softcap) = inputs, options
+    for_hidden, for_weight, for_bias = (n and stats is not None for n in needed[:3])
+    x, exact = hidden.to(dtype), torch.promote_types(dtype, torch.float32)
+    d_hidden = None if stats is None else torch.zeros_like(
+        hidden, dtype=hidden.dtype if weight is None else exact)
+    d_weight = torch.zeros_like(weight) if for_weight else None
+    d_bias = torch.zeros_like(bias, dtype=exact) if for_bias else None
+    fold, to_gradient = row_functions(hidden, dtype)
+    whole_rows = sums is not None and stats is not None
+    _, step = TILES["cuda" if hidden.is_cuda else "cpu"]
+    for words, rows, w, z in tiles(x, weight, bias, softcap, whole_rows):
+        column = targets[rows] - words.start
+        if sums is not None:
+            for left in range(0, z.shape[1], step):
+                fold(z[:, left: left + step], column - left, sums[:, rows], temperature)
+        if stats is None:
+            continue
+        if whole_rows:
+            stats[0, rows] = sums[0, rows] + sums[1, rows].log()
+        slope = None if softcap is None else 1 - (z / softcap).square_()
+        to_gradient(z, column, stats[:, rows], temperature, with_entropy)
+        if softcap is not None:
+            z *= slope
+        if weight is None:
+            d_hidden[rows, words] = z
+        elif for_hidden:
+            add_product(d_hidden[rows], z, w)
+        if for_bias:
+            d_bias[words] += z.sum(0, dtype=exact)
+        if for_weight:
+            if rows.start == 0:  # the sum for these words is kept in fp32, d_weight may not be
+                dw = d_weight[words].to(exact)
+            add_product(dw, z.T, x[rows])
+            if rows.stop == len(x) and dw.dtype != weight.dtype:
+                d_weight[words] = dw
+    return d_hidden, d_weight, d_bias
 
 
 # --- the row functions: z is a tile of logits (n, v), column (n,) the target's place in its row ---
@@ -174,14 +213,15 @@ def row_functions(hidden, dtype):
 
 
 def fold(z, column, stats, temperature):
-    """Bring stats (4, n), maximum and sums so far, up to date with the tile; spoils z."""
-    z = z.to(stats.dtype) if temperature == 1 else z.to(stats.dtype).div_(temperature)
+    """Bring stats (4, n), maximum and sums so far, up to date with the tile."""
+    z = z.to(stats.dtype) if temperature == 1 else z.to(stats.dtype) / temperature
     top, total, moment, hit = stats  # views: written below
     found = ((column >= 0) & (column < z.shape[1])).nonzero()[:, 0]
     hit[found] = z[found, column[found]]
     peak = torch.maximum(top, z.amax(1))
     drop = top - peak  # the sums so far were taken about the old maximum
-    e = z.sub_(peak[:, None]).exp()
+    z = z - peak[:, None]
+    e = z.exp()
     # nansum: an impossible word gives 0 * -inf; a real NaN still shows through `total`
     moment.add_(drop * total).mul_(drop.exp()).add_(z.mul_(e).nansum(1))
     total.mul_(drop.exp()).add_(e.sum(1))

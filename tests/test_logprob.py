@@ -88,6 +88,42 @@ def test_fp32_is_within_rounding_of_fp64(monkeypatch, V, options, used):
 
 
 @pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("factor", [1.0, -4096.0])  # a loss scaler multiplies the promised gradient
+def test_gradients_made_in_the_forward_pass(small_tiles, options, factor):
+    *leaves, targets = head()
+    upstream = torch.randn(len(targets), dtype=torch.float64)
+    upstream[::4] = 0
+    args = (leaves, targets, factor * upstream, None)
+    plain = results(token_logprobs_reference, *args, options)
+    promised = results(token_logprobs, *args, options | {"upstream": upstream})
+    for ours, theirs in zip(promised, plain):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("broken", ["another", "twice", "entropy", "none"])
+def test_a_broken_promise_about_the_gradient_raises(broken):
+    *leaves, targets = head(dtype=torch.float32)
+    upstream = torch.zeros(11) if broken == "none" else torch.rand(11)
+    logp, entropy = token_logprobs(*leaves[:2], targets, upstream=upstream)
+    loss = (logp * (1 if broken in ("another", "none") else upstream)).sum()
+    if broken == "entropy":
+        loss = loss + entropy.sum()
+    if broken == "twice":
+        loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="upstream"):
+        loss.backward()
+
+
+def test_no_promise_and_no_token():
+    *leaves, targets = head(dtype=torch.float32)
+    logp, _ = token_logprobs(*leaves[:2], targets, upstream=torch.zeros(11))
+    (logp * 0).sum().backward()  # a micro-batch without a trained token
+    assert (leaves[1].grad == 0).all()
+    logp, _ = token_logprobs(leaves[0][:0], leaves[1], targets[:0], upstream=torch.zeros(0))
+    logp.sum().backward()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 def test_gradcheck(small_tiles, options):
     *leaves, targets = head(N=5, H=3, V=11)
     assert torch.autograd.gradcheck(
