@@ -68,7 +68,7 @@ def train(cfg):
     pairs, _ = data.encode_pairs(train_rows, tokenizer, max_len, ends)
     held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)
     prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, max_len)
-    data.show_masks(list(pairs[0]), tokenizer, n=2)
+    data.show_data(cfg, pairs, tokenizer)
 
     # --- reference log-probs of every pair, once: (P, 2) ---
     def reference(judge, rows):

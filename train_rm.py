@@ -51,7 +51,7 @@ def train(cfg):
     max_len, ends = longest(scorer, cfg.max_len), eos_ids(scorer, tokenizer)
     pairs, margins = data.encode_pairs(train_rows, tokenizer, max_len, ends)
     held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)
-    data.show_masks(list(pairs[0]), tokenizer, n=2)
+    data.show_data(cfg, pairs, tokenizer)
 
     # --- optimiser ---
     optimizer, scaler = trainable(scorer, cfg.lr, cfg)

@@ -49,7 +49,7 @@ def train(cfg):
     rows = data.encode_sft(train_rows, tokenizer, max_len, ends)
     held_out = data.encode_sft(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)
     prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, max_len, or_none=True)
-    data.show_masks(rows[:1], tokenizer)
+    data.show_data(cfg, rows, tokenizer)
 
     # --- optimiser, and a sampler over the model's own tensors ---
     optimizer, scaler = trainable(model, cfg.lr, cfg)

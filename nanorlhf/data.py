@@ -392,6 +392,18 @@ def show_masks(rows, tokenizer, n=1):
         print(f"{'token':>16}  {'id':>6}  mask", *lines, sep="\n")
 
 
+def show_data(config, rows, tokenizer):
+    """Print the table of the first encoded row (of both sides of a pair; of a prompt); or, with
+    --show_data n, text and table of the first n of them, and leave."""
+    for row in rows[: config.show_data or 1]:
+        for ids, mask in row if isinstance(row[0], tuple) else [row]:
+            if config.show_data:
+                print(tokenizer.decode(ids))
+            show_masks((ids, mask if isinstance(mask, list) else [0] * len(ids)), tokenizer)
+    if config.show_data:
+        sys.exit()
+
+
 def train_and_eval_rows(config, toy_train, toy_eval):
     """(training rows, held-out rows) as --data and --eval_data say. Without --eval_data a 20th of
     the rows, at most 200, is held out; fewer than 20 rows serve as both."""

@@ -54,7 +54,7 @@ def rl_prompts(config, model, tokenizer, reward):
         config, partial(toy.prompts, config.toy_rows), partial(toy.prompts, config.eval_prompts))
     prompts = data.encode_prompts(train_rows, tokenizer, room, readable(reward))
     held_out = data.encode_prompts(eval_rows[: config.eval_prompts], tokenizer, room)
-    data.show_masks([(prompts[0][0], [0] * len(prompts[0][0]))], tokenizer)
+    data.show_data(config, prompts, tokenizer)
     return prompts, held_out
 
 

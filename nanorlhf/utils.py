@@ -42,6 +42,7 @@ class Common:
                      "by datasets, or a hub name[:config[:split]]")
     eval_data: str = flag("", "held-out rows, named as --data; empty: a share of --data")
     eval_rows: int = flag(256, "held-out rows (pairs) that an evaluation measures")
+    show_data: int = flag(0, "print this many encoded rows token by token, and end")
     toy_grade: str = flag("4x2", "sums of the embedded world: digits x terms; 4x2- also subtracts")
     out: str = flag("", "run folder that is written")
     seed: int = flag(0, "seed of everything random: toy rows, order of rows, sampling")
@@ -67,7 +68,7 @@ class Common:
 RANGES = {  # (smallest, largest) allowed value: flags
     (0, math.inf): "lr critic_lr max_steps weight_decay grad_clip save_every eval_every "
                    "nll_coef centre_coef kl_coef kl_target clip_eps_high value_clip dual_clip "
-                   "reward_clip tis_cap critic_warmup",
+                   "reward_clip tis_cap critic_warmup show_data",
     (1e-6, math.inf): "beta",
     (0, 0.5): "label_smoothing",
     (0, 1): "warmup_ratio clip_eps_low gamma gae_lambda",
@@ -213,6 +214,8 @@ class Run:
         self.args_file = self.folder / "args.json"
         self.tracker, self.bar, self.opened = None, None, False
         self.born = self.clock = time.perf_counter()
+        if config.show_data:
+            return  # writes nothing, so an old run is not in its way
         if config.resume and config.overwrite:
             raise UserError("--resume and --overwrite exclude each other; give one of them")
         nearest = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())

@@ -401,3 +401,21 @@ def test_the_other_scripts_resume_bit_equal(name, chain, data, tmp_path):
     assert_same_end(broken, whole)
     if name == "ppo":
         assert len({row["kl_coef"] for row in without_speed(whole)}) > 1  # it moves, so it counts
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_show_data_prints_rows_and_writes_nothing(name, chain, data, tmp_path):
+    """Also where a finished run lies: nothing is written, so it is not in the way."""
+    flags = [*flags_of(name, chain, data), "--show_data", 3]
+    (tmp_path / "out").symlink_to(chain / name)
+    before = {path: path.stat().st_mtime_ns for path in (chain / name).rglob("*")}
+    result = run(f"train_{name}.py", *flags, "--out", "out", cwd=tmp_path)
+    assert result.status == 0 and not result.errors, result.err
+    lines = result.out.splitlines()
+    tables = [i for i, line in enumerate(lines) if line.split() == ["token", "id", "mask"]]
+    assert len(tables) == (6 if name in ("rm", "dpo") else 3)
+    assert all(lines[i - 1].startswith("<|user|>") for i in tables)
+    learned = sum(line.endswith("*") for line in lines)
+    assert learned == 0 if name in ("ppo", "grpo") else learned > len(tables)
+    assert {path: path.stat().st_mtime_ns for path in (chain / name).rglob("*")} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
