@@ -9,6 +9,7 @@ Letters: N tokens of a batch, laid end to end without padding; B sequences.
 
 import csv
 import json
+import os
 import re
 import sys
 from collections import Counter
@@ -115,8 +116,56 @@ class Batch:
         return [self.select(group) for group in groups]
 
 
-def load_rows(spec, split=None):
-    """Rows (dicts) of a local file, a folder saved by `datasets`, or hub name[:config[:split]]."""
+def load_rows(spec, split=None, columns="", seed=0):
+    """Rows (dicts) of a local file, a folder saved by `datasets`, or a hub name[:config[:split]]; or
+    of a mixture "a.jsonl*0.7,b.jsonl*0.3", in an order drawn by `seed`. Weights are shares of the
+    mixture, which ends where its first source runs out, so that no row comes twice; without weights
+    it is all rows. columns: "field=column,..." renames columns."""
+    parts = [spec] if _is_path(spec) else spec.split(",")
+    names, weights = zip(*((part, None) if _is_path(part) or "*" not in part else
+                           part.rsplit("*", 1) for part in parts))
+    sources = [_rows_of(name, split) for name in names]
+    if any(weight is not None for weight in weights):
+        number = re.compile(r"\d{0,9}\.?\d{1,9}")
+        shares = [float(w) if number.fullmatch(w or "") else 0.0 for w in weights]
+        size = min(len(rows) / max(share, 1e-9) for rows, share in zip(sources, shares))
+        counts = [round(size * share) for share in shares]
+        if len(counts) < 2 or 0 in counts:
+            raise UserError(f"{spec}: in a mixture every source has a weight above 0 that leaves "
+                            "it a row, such as a.jsonl*0.7,b.jsonl*0.3")
+        orders = [epoch_order(len(rows), f"source {seed}", n) for n, rows in enumerate(sources)]
+        sources = [[rows[i] for i in order[:count]]
+                   for rows, order, count in zip(sources, orders, counts)]
+        print("mixture:", *map("{} rows of {};".format, counts, names), file=sys.stderr)
+    rows = sum(sources, [])
+    if len(sources) > 1:
+        rows = [rows[i] for i in epoch_order(len(rows), f"mixture {seed}", 0)]
+    return _rename(rows, columns) if columns else rows
+
+
+def _is_path(name):
+    return os.path.exists(os.path.expanduser(name))
+
+
+def _rename(rows, columns):
+    """Rows with the columns renamed; one that none of them has is an error."""
+    pairs = [pair.partition("=")[::2] for pair in columns.split(",")]
+    fields, found = dict(pairs), {}
+    if len(fields) < len(pairs) or not all(map(all, pairs)):
+        raise UserError(f"--columns {columns} must be field=column,..., such as prompt=question")
+    for row in rows:
+        found.setdefault(row[ORIGIN].rpartition(":")[0], {}).update(row)
+    if lacking := set(fields.values()).difference(*found.values()):
+        files = [f"{file}: {', '.join(name for name in cells if name != ORIGIN)}"
+                 for file, cells in found.items()]
+        raise UserError(f"--columns: no column {', '.join(sorted(lacking))}; there are "
+                        + "; ".join(files))
+    return [{name: cell for name, cell in row.items() if name not in fields.values()}
+            | {field: row[name] for field, name in fields.items() if name in row} for row in rows]
+
+
+def _rows_of(spec, split):
+    """Rows of one source, each with its origin."""
     rows, where = [], spec
     try:
         for number, row in _read(spec, split):
@@ -408,14 +457,15 @@ def train_and_eval_rows(config, toy_train, toy_eval):
     """(training rows, held-out rows) as --data and --eval_data say. Without --eval_data a 20th of
     the rows, at most 200, is held out; fewer than 20 rows serve as both."""
     if config.data == "toy":
-        if config.eval_data:
-            raise UserError("--eval_data goes with --data; the embedded world holds out its own")
+        if config.eval_data or config.columns:
+            raise UserError("--eval_data and --columns go with --data; the embedded world has rows "
+                            "and columns of its own")
         grade = parse_grade(config.toy_grade)
         return (toy_train(seed=config.seed, split="train", grade=grade),
                 toy_eval(seed=0, split="eval", grade=grade))
-    rows = load_rows(config.data)
+    rows = load_rows(config.data, columns=config.columns, seed=config.seed)
     if config.eval_data:
-        return rows, load_rows(config.eval_data)
+        return rows, load_rows(config.eval_data, columns=config.columns)
     held_out = epoch_order(len(rows), "held out", 0)[: min(200, len(rows) // 20)]
     kept = sorted(set(range(len(rows))) - set(held_out))
     return [rows[i] for i in kept], [rows[i] for i in held_out] or rows

@@ -111,7 +111,8 @@ def best_of(prompts, completions, scores, n, embedded):
 @dataclass
 class Config:
     model: str = flag("runs/grpo", "policy or reward model: a folder or hub name")
-    data: str = flag("toy", "rows: toy, a file, a folder saved by datasets, or a hub name")
+    data: str = flag("toy", "rows: toy, a file, a folder saved by datasets, a hub name, a mixture")
+    columns: str = flag("", "rename columns: field=column,... such as prompt=question")
     toy_grade: str = flag("4x2", "sums of the embedded world: digits x terms")
     limit: int = flag(200, "rows to measure on")
     n: int = flag(1, "answers for each prompt; above 1 also pass@k")
@@ -146,7 +147,7 @@ def evaluate_policy(cfg):
         scorer = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
     embedded = cfg.data == "toy"
     rows = (toy.prompts(cfg.limit, split="eval", grade=toy.parse_grade(cfg.toy_grade))
-            if embedded else data.load_rows(cfg.data))
+            if embedded else data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed))
     prompts = data.encode_prompts(rows[: cfg.limit], tokenizer, cfg.max_len)
     params = SamplingParams(n=cfg.n, temperature=cfg.temperature, seed=cfg.seed,
                             max_new_tokens=cfg.max_new_tokens)
@@ -172,7 +173,7 @@ def evaluate_scorer(cfg):
         rows = toy.pairs(cfg.limit, split="eval", sampler=sampler, noise=False,
                          grade=toy.parse_grade(cfg.toy_grade))
     else:
-        rows = data.load_rows(cfg.data)[: cfg.limit]
+        rows = data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed)[: cfg.limit]
     pairs, _ = data.encode_pairs(rows, tokenizer, cfg.max_len)
     return rank(scorer, pairs, cfg.micro_tokens, cfg.device)[0]
 

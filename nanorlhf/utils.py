@@ -39,9 +39,10 @@ class Common:
 
     model: str = flag("toy", "start model: a folder or hub name; toy: a fresh tiny model")
     data: str = flag("toy", "training rows: toy, a .jsonl/.json/.csv/.parquet file, a folder saved "
-                     "by datasets, or a hub name[:config[:split]]")
+                     "by datasets, a hub name[:config[:split]], or a mixture of such: a*0.7,b*0.3")
     eval_data: str = flag("", "held-out rows, named as --data; empty: a share of --data")
     eval_rows: int = flag(256, "held-out rows (pairs) that an evaluation measures")
+    columns: str = flag("", "rename columns: field=column,... such as prompt=question")
     show_data: int = flag(0, "print this many encoded rows token by token, and end")
     toy_grade: str = flag("4x2", "sums of the embedded world: digits x terms; 4x2- also subtracts")
     out: str = flag("", "run folder that is written")

@@ -614,6 +614,68 @@ def test_specs_that_are_nothing(spec):
         spec[0] == "~"
 
 
+def write_rows(path, n, name):
+    path.write_text("".join(json.dumps({name: f"{path.stem}{i}"}) + "\n" for i in range(n)))
+    return str(path)
+
+
+@pytest.mark.parametrize("weights, counts", [
+    (("0.7", "0.3"), (56, 24)),  # b runs out first
+    (("1", "1"), (24, 24)), (("3", "1"), (72, 24)), (("7", ".1"), (100, 1)), (("", ""), (100, 24)),
+])
+def test_mixtures(weights, counts, tmp_path):
+    a = write_rows(tmp_path / "a.jsonl", 100, "text")
+    b = write_rows(tmp_path / "b.jsonl", 24, "text")
+    spec = ",".join(name + "*" * bool(weight) + weight for name, weight in zip((a, b), weights))
+    rows = load_rows(spec, seed=1)
+    texts = [row["text"] for row in rows]
+    assert tuple(sum(text[0] == name for text in texts) for name in "ab") == counts
+    assert len(set(texts)) == len(texts)  # no row twice
+    assert rows == load_rows(spec, seed=1) and rows != load_rows(spec, seed=2)
+    assert "ab" in "".join(text[0] for text in texts) and "ba" in "".join(t[0] for t in texts)
+    assert {row[data.ORIGIN].rpartition(":")[0] for row in rows} == {a, b}
+
+
+def test_bad_mixtures_and_names_that_only_look_like_one(tmp_path):
+    a, b = write_rows(tmp_path / "a.jsonl", 9, "text"), write_rows(tmp_path / "b.jsonl", 9, "text")
+    for weights in (("*0", "*1"), ("*-1", "*2"), ("*nan", "*1"), ("*1", "*inf"), ("*x", "*1"),
+                    ("*1", ""), ("", "*"), ("*", "*1"), ("*0.01", "*0.99"), ("*1e9", "*1"),
+                    ("*1" + "0" * 400, "*1"), ("*0.5", None)):  # the last: one source alone
+        spec = a + weights[0] + (f",{b}{weights[1]}" if weights[1] is not None else "")
+        with pytest.raises(UserError, match="in a mixture every source has a weight") as error:
+            load_rows(spec)
+        assert "\n" not in str(error.value)
+    for spec in (f"{a},{tmp_path}/none.jsonl", f"{a}*1,{tmp_path}/none.jsonl*1", f"{a},,{b}", ","):
+        with pytest.raises(UserError, match="^cannot read "):
+            load_rows(spec)
+    for name in ("a,b.jsonl", "a*0.5.jsonl", "x*2,y*3"):  # "x*2,y*3" is read as JSON lines
+        assert len(load_rows(write_rows(tmp_path / name, 3, "text"))) == 3
+    star = write_rows(tmp_path / "a*2", 3, "text")
+    assert len(load_rows(f"{star},{b}")) == 12 and len(load_rows(f"{star}*2,{b}*2")) == 6
+
+
+def test_columns_are_renamed_before_the_shape_is_recognised(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"question": "q", "better": "a", "worse": "b", "prompt": 3}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "p", "chosen": "c"}\n')
+    spec = str(tmp_path / "a.jsonl")
+    [row] = load_rows(spec, columns="prompt=question,chosen=better,rejected=worse")
+    assert to_pair(row) == (chat("q"), QA[1:], chat("q", "b")[1:], None)
+    [row] = load_rows(spec, columns="better=worse,worse=better,ignored=question")
+    assert row == {"better": "b", "worse": "a", "ignored": "q", "prompt": 3,
+                   data.ORIGIN: spec + ":1"}
+    both = f"{spec},{tmp_path}/b.jsonl"
+    rows = load_rows(both, columns="chosen=better")
+    assert sorted(row["chosen"] for row in rows) == ["a", "c"]
+    with pytest.raises(UserError, match="no column gold; there are ") as error:
+        load_rows(both, columns="prompt=question,answer=gold")
+    for found in ("a.jsonl: question, better, worse, prompt", "b.jsonl: prompt, chosen"):
+        assert found in str(error.value)
+    for columns in ("prompt", "prompt=", "=question", "prompt=question,prompt=better", ",", "a=b,"):
+        with pytest.raises(UserError, match="must be field=column"):
+            load_rows(spec, columns=columns)
+
+
 def test_nothing_is_cached(monkeypatch):  # DAT-7
     tokenizer, row = make_tokenizer(LLAMA), {"prompt": "q", "completion": "a"}
     before = encode_sft([row], tokenizer, 64)
