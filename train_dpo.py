@@ -60,6 +60,7 @@ def train(cfg):
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
+    data.set_template(tokenizer, cfg.chat_template)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),

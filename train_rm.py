@@ -44,6 +44,7 @@ def train(cfg):
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     scorer, tokenizer = load_scorer(cfg.model, cfg.device)
+    data.set_template(tokenizer, cfg.chat_template)
     sampler = Sampler(*load_policy(cfg.model, cfg.device)) if cfg.data == "toy" else None
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),

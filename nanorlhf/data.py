@@ -14,7 +14,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
@@ -44,6 +44,8 @@ PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 DIALOGUE = ("{% for m in messages %}{{ '\n\n' + {'user': 'Human: ', 'assistant': 'Assistant: '}"
             ".get(m.role, '') + m.content + (eos_token if m.role == 'assistant' else '') }}"
             "{% endfor %}{{ '\n\nAssistant:' if add_generation_prompt else '' }}")
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + eos_token }}\n"
+          "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}")
 
 
 class Dropped(UserError):
@@ -117,10 +119,10 @@ class Batch:
 
 
 def load_rows(spec, split=None, columns="", seed=0):
-    """Rows (dicts) of a local file, a folder saved by `datasets`, or a hub name[:config[:split]]; or
-    of a mixture "a.jsonl*0.7,b.jsonl*0.3", in an order drawn by `seed`. Weights are shares of the
-    mixture, which ends where its first source runs out, so that no row comes twice; without weights
-    it is all rows. columns: "field=column,..." renames columns."""
+    """Rows (dicts) of a local file, a folder saved by `datasets`, a hub name[:config[:split]], or a
+    mixture "a.jsonl*0.7,b.jsonl*0.3", in an order drawn by `seed`. Weights are shares of a mixture,
+    which ends where its first source runs out, so that no row comes twice; without weights it is
+    all rows. columns: "field=column,..." renames columns."""
     parts = [spec] if _is_path(spec) else spec.split(",")
     names, weights = zip(*((part, None) if _is_path(part) or "*" not in part else
                            part.rsplit("*", 1) for part in parts))
@@ -226,7 +228,7 @@ def _turns(cell, role="user"):
     for turn in cell if isinstance(cell, list) else [{"role": role, "content": cell}]:
         turn = turn if isinstance(turn, dict) else {}
         turn = {SHAREGPT.get(name, name): v for name, v in turn.items() if v is not None}
-        who, content = turn.get("role"), turn.get("content")
+        who, content = turn.get("role"), turn.get("content", "" if "tool_calls" in turn else None)
         if not who or not isinstance(who, str) or not isinstance(content, (str, int, float)):
             raise UserError(f"a turn needs a role and a content, both text; found {turn!r:.60}")
         messages.append(turn | {"role": ROLES.get(who, who), "content": str(content)})  # 5 is "5"
@@ -269,8 +271,9 @@ def to_pair(row):
                and a[i]["role"] == b[i]["role"] == "assistant"), default=0)
     if not end:
         raise UserError("chosen and rejected share no prompt; add a prompt column")
-    names = ("margin", "chosen_score", "rejected_score")
-    margin, good, bad = (str(cells.get(name, "")).strip() for name in names)  # "": no cell, or CSV
+    margin, good, bad = (next((str(cells[n]).strip() for n in names if n in cells), "")  # "": CSV
+                         for names in (("margin",), ("chosen_score", "score_chosen"),
+                                       ("rejected_score", "score_rejected")))
     margin = float(margin) if margin else float(good) - float(bad) if good and bad else None
     if margin is not None and not abs(margin) < 1e30:  # nan, or more than float32 can hold
         raise UserError(f"margin and scores must be finite numbers; found a margin of {margin}")
@@ -288,6 +291,22 @@ def to_prompt(row):
     return prompt or to_pair(row)[0], columns
 
 
+def set_template(tokenizer, template):
+    """Give a tokenizer the template "chatml" or that of a jinja file; it is saved with it. ChatML's
+    <|im_end|> becomes the EOS; where it is no token, the tokenizer's own EOS closes the turns."""
+    if template == "chatml":
+        if "<|im_end|>" in tokenizer.get_vocab():
+            tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+        adds_bos = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+        tokenizer.chat_template = "{{ bos_token }}" * adds_bos + CHATML
+    elif template:
+        try:
+            tokenizer.chat_template = Path(template).expanduser().read_text("utf-8")
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"--chat_template {template} cannot be read ({error}); give chatml or "
+                            "a file with a jinja template") from None
+
+
 def _spans(messages, first_target, render, eos, *stops):
     """[(text, learned)] of a chat up to its last reply: the differences of rendered prefixes."""
     if first_target is None:
@@ -295,6 +314,7 @@ def _spans(messages, first_target, render, eos, *stops):
             raise UserError("a prompt must not end in an assistant turn; drop that turn")
         return [(render(messages, add_generation_prompt=True), False)]
     targets = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_target]
+    targets = targets[-1:] if first_target == -1 else targets
     if not targets or targets[0] == 0:
         raise UserError("there is no assistant turn to learn, or no turn before it")
     full, spans, text = render(messages[:targets[-1] + 1]), [], ""
@@ -309,7 +329,8 @@ def _spans(messages, first_target, render, eos, *stops):
         header = prompt[:tag.start()] if tag else prompt
         if not prompt.startswith(text) or not end.startswith(header):
             raise UserError(f"the chat template rewrites turn {(last or i) + 1}, so history is not "
-                            "what was sampled; give one row per reply, or another template")
+                            "what was sampled; learn the last reply alone (train_sft.py "
+                            "--train_on last) or give another template")
         if not end.startswith(prompt) or "".join(content.split()) not in "".join(reply.split()):
             # Go on from the prompt, with one tag, which is closed where nothing was thought.
             reply = content.lstrip().removeprefix(f"<{tag[1]}>").lstrip() if tag else content
@@ -330,10 +351,11 @@ def _spans(messages, first_target, render, eos, *stops):
 def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=None, stop_ids=()):
     """(ids, loss_mask), two lists in the token frame; the one way from words to ids.
 
-    The mask marks each assistant turn, from turn `first_target` on, and what ends it, but no role
-    header. The last reply ends the ids, with EOS or one of stop_ids. Text is learned whole and
-    closed by EOS. A BOS comes first if the template or the tokenizer adds one, never two.
-    prompt_only: up to the generation prompt, mask 0. bare: the prompt, if it is a mere string."""
+    The mask marks each assistant turn, from turn `first_target` on (-1: the last alone), and what
+    ends it, but no role header. The last reply ends the ids, with EOS or one of stop_ids. Text is
+    learned whole and closed by EOS. A BOS comes first if the template or the tokenizer adds one,
+    never two. prompt_only: up to the generation prompt, mask 0. bare: the prompt, if it is a mere
+    string."""
     if tokenizer.eos_token is None and not prompt_only:
         raise UserError("the tokenizer has no EOS, so no reply would end; set tokenizer.eos_token")
     if isinstance(messages_or_text, str):
@@ -356,10 +378,18 @@ def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=
         raise UserError("the text is empty")
     if not prompt_only and ids[-1] not in (tokenizer.eos_token_id, *stop_ids):
         ids, mask = ids + [tokenizer.eos_token_id], mask + [1]
-    bos = tokenizer.bos_token_id
+    bos, unknown = tokenizer.bos_token_id, tokenizer.unk_token_id
+    if unknown in ids and unknown not in (bos, tokenizer.eos_token_id, *stop_ids):  # as in GPT-2
+        warn(f"some characters of the data are unknown to the tokenizer, {tokenizer.unk_token} "
+             "stands for them")
     if bos is not None and ids[0] != bos and tokenizer("a")["input_ids"][0] == bos:
         ids, mask = [bos] + ids, [0] + mask
     return ids, mask
+
+
+@cache  # each warning once
+def warn(message):
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _encode_rows(rows, encode_row, or_none=False):
@@ -388,11 +418,13 @@ def _cut(row, messages, first_target, tokenizer, max_len, stop_ids):
     return ids[:max_len], mask[:max_len]
 
 
-def encode_sft(rows, tokenizer, max_len, stop_ids=()):
-    """[(ids, loss_mask)], cut on the right at max_len. Rows without a target token are dropped."""
+def encode_sft(rows, tokenizer, max_len, stop_ids=(), train_on="all"):
+    """[(ids, loss_mask)], cut on the right at max_len; of a conversation "all" or the "last" of the
+    replies are learned. Rows without a target token are dropped."""
     def encode_row(row):
         prompt, [messages], _ = _conversations(row, "SFT")
-        return _cut(row, messages, len(prompt), tokenizer, max_len, stop_ids)
+        first = -1 if train_on == "last" else len(prompt)
+        return _cut(row, messages, first, tokenizer, max_len, stop_ids)
     return _encode_rows(rows, encode_row)
 
 

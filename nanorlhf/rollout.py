@@ -50,6 +50,7 @@ def rl_prompts(config, model, tokenizer, reward):
     if room < 1:
         raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt "
                         f"within the {most} tokens that --max_len and the model allow; lower it")
+    data.set_template(tokenizer, config.chat_template)
     train_rows, eval_rows = data.train_and_eval_rows(
         config, partial(toy.prompts, config.toy_rows), partial(toy.prompts, config.eval_prompts))
     prompts = data.encode_prompts(train_rows, tokenizer, room, readable(reward))

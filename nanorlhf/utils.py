@@ -43,6 +43,7 @@ class Common:
     eval_data: str = flag("", "held-out rows, named as --data; empty: a share of --data")
     eval_rows: int = flag(256, "held-out rows (pairs) that an evaluation measures")
     columns: str = flag("", "rename columns: field=column,... such as prompt=question")
+    chat_template: str = flag("", "chatml, or a file with a jinja template; empty: the model's own")
     show_data: int = flag(0, "print this many encoded rows token by token, and end")
     toy_grade: str = flag("4x2", "sums of the embedded world: digits x terms; 4x2- also subtracts")
     out: str = flag("", "run folder that is written")
@@ -81,6 +82,7 @@ RANGES = {  # (smallest, largest) allowed value: flags
 CHOICES = {
     "dtype": ("fp32", "bf16", "fp16"), "report_to": ("none", "wandb", "tensorboard"),
     "kl_estimator": ("k1", "k2", "k3"), "advantage": ("grpo", "dr_grpo", "rloo"),
+    "train_on": ("all", "last"),
 }
 TRUNCATION = ("--top_k", "--top_p", "--min_p", "--repetition_penalty")
 

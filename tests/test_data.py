@@ -8,9 +8,9 @@ from typing import ClassVar
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanorlhf import data
+from nanorlhf import data, toy
 from nanorlhf.data import (
     Batch,
     encode,
@@ -84,6 +84,11 @@ def make_tokenizer(template=None, bos=None, eos="</s>", auto_bos=False, pad="<pa
 
 def chat(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+def save_text(path, text):
+    path.write_text(text)
+    return str(path)
 
 
 def learned(tokenizer, coded):
@@ -211,6 +216,41 @@ def test_one_bos_at_most_and_the_same_ids_everywhere(options, count):  # DAT-1
     assert plain[0][0] != 1 or plain[1][0] == 0
 
 
+def test_chatml_for_base_models(tmp_path):
+    """<|im_end|> closes a turn and is the EOS, or the own EOS where the tokenizer lacks it."""
+    spelled = "<|im_start|>user\nhi{0}\n<|im_start|>assistant\nyes{0}"
+    for tokenizer, end, bos in [
+            (make_tokenizer(eos="</s>"), "<|im_end|>", ""), (toy.tokenizer(), "<|end|>", ""),
+            (make_tokenizer(eos=None, bos="<s>", auto_bos=True), "<|im_end|>", "<s>")]:
+        size, before = len(tokenizer), tokenizer.get_vocab()
+        data.set_template(tokenizer, "")
+        assert tokenizer.chat_template in (None, toy.TEMPLATE)
+        data.set_template(tokenizer, "chatml")
+        assert (tokenizer.eos_token, len(tokenizer)) == (end, size)
+        assert tokenizer.get_vocab() == before
+        ids, mask = encode(chat("hi", "yes"), tokenizer)
+        assert whole(tokenizer, (ids, mask)) == bos + spelled.format(end)
+        assert learned(tokenizer, (ids, mask)) == "yes" + end
+        assert ids[-1] == tokenizer.eos_token_id and mask[0] == 0
+        prompt, _ = encode(chat("hi"), tokenizer, prompt_only=True)
+        assert ids[:len(prompt)] == prompt
+        tokenizer.save_pretrained(tmp_path)
+        again = AutoTokenizer.from_pretrained(tmp_path)
+        assert encode(chat("hi", "yes"), again) == (ids, mask)
+        plain = again.apply_chat_template(chat("hi"), tokenize=True, add_generation_prompt=True)
+        assert (plain if isinstance(plain, list) else plain["input_ids"]) == prompt  # DAT-1
+    (tmp_path / "t.jinja").write_text(LLAMA)
+    data.set_template(tokenizer, str(tmp_path / "t.jinja"))
+    assert whole(tokenizer, encode(chat("hi", "yes"), tokenizer)) == \
+        "<s><|user|>hi<|im_end|><|assistant|>yes<|im_end|>"
+    for name in ("none.jinja", "", "~nobody-here/x"):
+        with pytest.raises(UserError, match="cannot be read.*chatml"):
+            data.set_template(tokenizer, str(tmp_path / name) if name[:1] != "~" else name)
+    data.set_template(tokenizer, save_text(tmp_path / "broken.jinja", "{% for"))
+    with pytest.raises(UserError, match=r"^my.jsonl:3: "):
+        encode_sft([{"messages": QA, data.ORIGIN: "my.jsonl:3"}], tokenizer, 99)
+
+
 def test_text_is_learned_whole_and_closed_once():
     tokenizer = make_tokenizer(CHATML, eos="</s>")
     assert encode("ab", tokenizer) == encode("ab</s>", tokenizer)
@@ -249,6 +289,23 @@ def test_chats_without_a_template_are_dialogues():
     assert whole(tokenizer, row) == "ab </s>"
 
 
+def test_unknown_characters_are_told_once(capsys):
+    tokenizer = toy.tokenizer()
+    data.warn.cache_clear()
+    encode_sft([{"prompt": "1+1=", "completion": "2"}], tokenizer, 99)
+    assert capsys.readouterr().err == ""
+    for text in ("caf\u00e9", "na\u00efve"):
+        [(ids, _)] = encode_prompts([{"prompt": text}], tokenizer, 99)
+        assert ids.count(tokenizer.unk_token_id) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("warning: ") and "<|unk|>" in err
+    data.warn.cache_clear()
+    gpt2 = make_tokenizer(LLAMA)  # of bytes, nothing is unknown; its unk is the EOS
+    gpt2.unk_token = "</s>"
+    encode(chat("caf\u00e9 </s>", "yes"), gpt2)
+    assert capsys.readouterr().err == ""
+
+
 # --- templates that think ---------------------------------------------------
 
 
@@ -262,6 +319,7 @@ def test_rewritten_history_is_refused_by_turn_and_harmless_when_not_learned():  
             encode(given, tokenizer)
     coded = encode(turns, tokenizer, first_target=3)
     assert learned(tokenizer, coded) == "<think>\ny\n</think>\n\nd<|im_end|>"
+    assert encode_sft([{"messages": turns}], tokenizer, 99, train_on="last") == [coded]
     with pytest.raises(UserError, match=r"rows.jsonl:7: .*rewrites turn 2"):
         encode_sft([{"messages": turns, data.ORIGIN: "rows.jsonl:7"}], tokenizer, 99)
 
@@ -453,6 +511,80 @@ def test_every_shape_in_every_format(kind, tmp_path):
         assert messages == QA[:1] and columns["answer"] == "5" and data.ORIGIN not in columns
     [row] = load_rows(save(tmp_path, kind, [{"text": "some text"}]))
     assert to_messages(row) == "some text"
+
+
+def dialogue(*contents):
+    return "".join(f"\n\n{('Human', 'Assistant')[i % 2]}: {c}" for i, c in enumerate(contents))
+
+
+TALK, OTHER = chat("hi", "hello", "3+4?", "7"), chat("hi", "hello", "3+4?", "12")
+PUBLIC = {  # rows written anew in the columns of well-known data sets
+    "preference_dataset_mixture2_and_safe_pku": {
+        "rejected": OTHER, "rejected_score": 1.5, "chosen": TALK, "chosen_score": 4.0},
+    "hh-rlhf": {"chosen": dialogue("hi", "hello", "3+4?", "7"),
+                "rejected": dialogue("hi", "hello", "3+4?", "12")},
+    "ultrafeedback_binarized": {
+        "prompt": "3+4?", "prompt_id": "ab12", "chosen": chat("3+4?", "7"),
+        "rejected": chat("3+4?", "12"), "messages": chat("3+4?", "7"), "score_chosen": 8.5,
+        "score_rejected": 6.0},
+    "gsm8k": {"question": "3+4?", "answer": "3+4 = <<3+4=7>>7\n#### 7"},
+    "alpaca": {"instruction": "Add.", "input": "3+4", "output": "7", "text": "Below is ... 7"},
+    "sharegpt": {"id": "x_0", "conversations": [
+        {"from": who, "value": said} for who, said in (
+            ("system", "Be short."), ("human", "hi"), ("gpt", "hello"), ("human", "3+4?"),
+            ("gpt", "7"))]},
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_schemas_of_public_data_sets(name, kind, tmp_path):
+    """Every use a row has, after its way through a file: (text, what of it is learned)."""
+    [row] = load_rows(save(tmp_path, kind, [PUBLIC[name]]))
+    tokenizer = make_tokenizer(LLAMA)
+    paired, sole = "rejected" in row, name in ("ultrafeedback_binarized", "gsm8k")
+    first, system = "<|user|>hi</s><|assistant|>hello</s>", "<|system|>Be short.</s>"
+    asked = "<|user|>Add.\n\n3+4</s>" if name == "alpaca" else "<|user|>3+4?</s>"
+    first = {"alpaca": "", "sharegpt": system + first}.get(name, "" if sole else first)
+    prompt = first + asked + "<|assistant|>"
+    reply = row["answer"] if name == "gsm8k" else "7"
+    [(ids, columns)] = encode_prompts([row], tokenizer, 200)
+    assert tokenizer.decode(ids) == prompt
+    assert columns.get("answer") == row.get("answer")
+    if paired:
+        [pair], [margin] = encode_pairs([row], tokenizer, 200)
+        assert [whole(tokenizer, side) for side in pair] == [prompt + "7</s>", prompt + "12</s>"]
+        assert [learned(tokenizer, side) for side in pair] == ["7</s>", "12</s>"]
+        assert margin == (0.0 if name == "hh-rlhf" else 2.5)
+    if not paired or "messages" in row:
+        [coded] = encode_sft([row], tokenizer, 200)
+        assert whole(tokenizer, coded) == f"{prompt}{reply}</s>"
+        assert learned(tokenizer, coded) == "hello</s>" * (name == "sharegpt") + reply + "</s>"
+        [coded] = encode_sft([row], tokenizer, 200, train_on="last")
+        assert learned(tokenizer, coded) == reply + "</s>"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
+def test_system_and_tool_turns_are_passed_through_and_not_learned(kind, tmp_path):
+    template = CHATML.replace("m.content +", "(m.tool_calls[0].function.name + '!' if m.tool_calls "
+                              "else m.content) +")
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "[3, 4]"}}
+    turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "3+4?"},
+             {"role": "assistant", "content": None, "tool_calls": [call]},
+             {"role": "tool", "content": "7", "tool_call_id": "c1"},
+             {"role": "assistant", "content": "Seven."}, {"role": "user", "content": "thanks"}]
+    tokenizer = make_tokenizer(template, eos="<|im_end|>")
+    [row] = load_rows(save(tmp_path, kind, [{"messages": turns}]))
+    [coded] = encode_sft([row], tokenizer, 300)
+    assert learned(tokenizer, coded) == "add!<|im_end|>Seven.<|im_end|>"
+    assert "system\nBe short.<" in whole(tokenizer, coded)
+    assert "tool\n7<" in whole(tokenizer, coded) and "thanks" not in whole(tokenizer, coded)
+    [coded] = encode_sft([row], tokenizer, 300, train_on="last")
+    assert learned(tokenizer, coded) == "Seven.<|im_end|>"
+    [(ids, _)] = encode_prompts([row], tokenizer, 300)
+    assert tokenizer.decode(ids).endswith("thanks<|im_end|>\n<|im_start|>assistant\n")
+    with pytest.raises(UserError, match="a turn needs a role and a content"):
+        encode([turns[1], {"role": "assistant", "content": None}], tokenizer)
 
 
 def test_finer_points_of_shapes():
