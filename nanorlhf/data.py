@@ -120,48 +120,39 @@ class Batch:
 
 def load_rows(spec, split=None, columns="", seed=0):
     """Rows (dicts) of a local file, a folder saved by `datasets`, a hub name[:config[:split]], or a
-    mixture "a.jsonl*0.7,b.jsonl*0.3", in an order drawn by `seed`. Weights are shares of a mixture,
-    which ends where its first source runs out, so that no row comes twice; without weights it is
-    all rows. columns: "field=column,..." renames columns."""
-    parts = [spec] if _is_path(spec) else spec.split(",")
-    names, weights = zip(*((part, None) if _is_path(part) or "*" not in part else
-                           part.rsplit("*", 1) for part in parts))
-    sources = [_rows_of(name, split) for name in names]
-    if any(weight is not None for weight in weights):
-        number = re.compile(r"\d{0,9}\.?\d{1,9}")
-        shares = [float(w) if number.fullmatch(w or "") else 0.0 for w in weights]
-        size = min(len(rows) / max(share, 1e-9) for rows, share in zip(sources, shares))
-        counts = [round(size * share) for share in shares]
-        if len(counts) < 2 or 0 in counts:
-            raise UserError(f"{spec}: in a mixture every source has a weight above 0 that leaves "
-                            "it a row, such as a.jsonl*0.7,b.jsonl*0.3")
-        orders = [epoch_order(len(rows), f"source {seed}", n) for n, rows in enumerate(sources)]
-        sources = [[rows[i] for i in order[:count]]
-                   for rows, order, count in zip(sources, orders, counts)]
-        print("mixture:", *map("{} rows of {};".format, counts, names), file=sys.stderr)
-    rows = sum(sources, [])
-    if len(sources) > 1:
-        rows = [rows[i] for i in epoch_order(len(rows), f"mixture {seed}", 0)]
+    mixture (see `_mixture`). columns: "field=column,..." renames columns."""
+    plain = not re.search("[,*]", spec) or os.path.exists(os.path.expanduser(spec))
+    rows = _rows_of(spec, split) if plain else _mixture(spec, split, seed)
     return _rename(rows, columns) if columns else rows
 
 
-def _is_path(name):
-    return os.path.exists(os.path.expanduser(name))
+def _mixture(spec, split, seed):
+    """Rows of "a.jsonl*0.7,b.jsonl*0.3", in an order drawn by seed. Weights are shares of the sum,
+    which ends where its first source runs out, so that no row comes twice."""
+    parts = [re.fullmatch(r"(.+)\*(\d{0,9}\.?\d{1,9})", part) for part in spec.split(",")]
+    if all(parts) and len(parts) > 1:
+        sources = [(_rows_of(part[1], split), max(float(part[2]), 1e-9)) for part in parts]
+        size = min(len(rows) / share for rows, share in sources)
+        drawn = [[rows[i] for i in epoch_order(len(rows), f"{seed} mixed", n)[:round(size * share)]]
+                 for n, (rows, share) in enumerate(sources)]
+        if all(drawn):
+            rows = sum(drawn, [])
+            return [rows[i] for i in epoch_order(len(rows), f"{seed} mixed", -1)]
+    raise UserError(f"{spec} is no file; in a mixture, such as a.jsonl*0.7,b.jsonl*0.3, every "
+                    "source needs a weight above 0 that leaves it a row")
 
 
 def _rename(rows, columns):
-    """Rows with the columns renamed; one that none of them has is an error."""
-    pairs = [pair.partition("=")[::2] for pair in columns.split(",")]
-    fields, found = dict(pairs), {}
-    if len(fields) < len(pairs) or not all(map(all, pairs)):
+    """The rows under new names; a column that no file has is an error."""
+    fields, files = dict(re.findall("([^=,]+)=([^,]+)", columns)), {}
+    if ",".join(map("=".join, fields.items())) != columns:
         raise UserError(f"--columns {columns} must be field=column,..., such as prompt=question")
     for row in rows:
-        found.setdefault(row[ORIGIN].rpartition(":")[0], {}).update(row)
-    if lacking := set(fields.values()).difference(*found.values()):
-        files = [f"{file}: {', '.join(name for name in cells if name != ORIGIN)}"
-                 for file, cells in found.items()]
-        raise UserError(f"--columns: no column {', '.join(sorted(lacking))}; there are "
-                        + "; ".join(files))
+        files.setdefault(row[ORIGIN].rpartition(":")[0], {}).update(row)
+    if lacking := set(fields.values()).difference(*files.values()):
+        found = "; ".join(f"{file}: {', '.join(sorted({*cells} - {ORIGIN}))}"
+                          for file, cells in files.items())
+        raise UserError(f"--columns: no column {min(lacking)}; there are {found}")
     return [{name: cell for name, cell in row.items() if name not in fields.values()}
             | {field: row[name] for field, name in fields.items() if name in row} for row in rows]
 
@@ -300,11 +291,10 @@ def set_template(tokenizer, template):
         adds_bos = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
         tokenizer.chat_template = "{{ bos_token }}" * adds_bos + CHATML
     elif template:
-        try:
-            tokenizer.chat_template = Path(template).expanduser().read_text("utf-8")
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"--chat_template {template} cannot be read ({error}); give chatml or "
-                            "a file with a jinja template") from None
+        if not Path(template).is_file():
+            raise UserError(f"--chat_template {template} is no file; give one with a jinja "
+                            "template, or chatml")
+        tokenizer.chat_template = Path(template).read_text("utf-8", "replace")
 
 
 def _spans(messages, first_target, render, eos, *stops):
@@ -380,8 +370,7 @@ def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=
         ids, mask = ids + [tokenizer.eos_token_id], mask + [1]
     bos, unknown = tokenizer.bos_token_id, tokenizer.unk_token_id
     if unknown in ids and unknown not in (bos, tokenizer.eos_token_id, *stop_ids):  # as in GPT-2
-        warn(f"some characters of the data are unknown to the tokenizer, {tokenizer.unk_token} "
-             "stands for them")
+        warn(f"the tokenizer lacks some characters of the text: it reads {tokenizer.unk_token}")
     if bos is not None and ids[0] != bos and tokenizer("a")["input_ids"][0] == bos:
         ids, mask = [bos] + ids, [0] + mask
     return ids, mask
@@ -463,24 +452,23 @@ def encode_prompts(rows, tokenizer, max_len, usable=None, or_none=False):
     return [(ids, names | columns) for ids, columns in kept]
 
 
-def show_masks(rows, tokenizer, n=1):
-    """Print the tokens, at most 60, of the first n encoded rows (or of one); *: learned."""
-    for ids, mask in [rows] if isinstance(rows, tuple) else rows[:n]:
-        lines = [f"{tokenizer.decode([token])!r:>16}  {token:>6}  {'*' if learned else '.'}"
-                 for token, learned in zip(ids, mask)]
-        if len(lines) > 60:
-            lines[30:-30] = [f"... {len(lines) - 60} tokens ..."]
-        print(f"{'token':>16}  {'id':>6}  mask", *lines, sep="\n")
+def show_masks(rows, tokenizer, n=1, text=False):
+    """Print the tokens, at most 60, of the first n encoded rows, pairs or prompts (or of one row);
+    *: learned. text: the text before them."""
+    for row in [rows] if isinstance(rows, tuple) else rows[:n]:
+        for ids, mask in row if isinstance(row[0], tuple) else [row]:
+            mask = [0] * len(ids) if isinstance(mask, dict) else mask
+            lines = [f"{tokenizer.decode([token])!r:>16}  {token:>6}  {'*' if learned else '.'}"
+                     for token, learned in zip(ids, mask)]
+            if len(lines) > 60:
+                lines[30:-30] = [f"... {len(lines) - 60} tokens ..."]
+            header = [tokenizer.decode(ids)] * text + [f"{'token':>16}  {'id':>6}  mask"]
+            print(*header, *lines, sep="\n")
 
 
 def show_data(config, rows, tokenizer):
-    """Print the table of the first encoded row (of both sides of a pair; of a prompt); or, with
-    --show_data n, text and table of the first n of them, and leave."""
-    for row in rows[: config.show_data or 1]:
-        for ids, mask in row if isinstance(row[0], tuple) else [row]:
-            if config.show_data:
-                print(tokenizer.decode(ids))
-            show_masks((ids, mask if isinstance(mask, list) else [0] * len(ids)), tokenizer)
+    """Print the first encoded row token by token; with --show_data n the first n, and end."""
+    show_masks(rows, tokenizer, config.show_data or 1, text=config.show_data > 0)
     if config.show_data:
         sys.exit()
 
@@ -490,14 +478,12 @@ def train_and_eval_rows(config, toy_train, toy_eval):
     the rows, at most 200, is held out; fewer than 20 rows serve as both."""
     if config.data == "toy":
         if config.eval_data or config.columns:
-            raise UserError("--eval_data and --columns go with --data; the embedded world has rows "
-                            "and columns of its own")
+            raise UserError("--eval_data and --columns go with --data, not with the toy world")
         grade = parse_grade(config.toy_grade)
         return (toy_train(seed=config.seed, split="train", grade=grade),
                 toy_eval(seed=0, split="eval", grade=grade))
     rows = load_rows(config.data, columns=config.columns, seed=config.seed)
     if config.eval_data:
         return rows, load_rows(config.eval_data, columns=config.columns)
-    held_out = epoch_order(len(rows), "held out", 0)[: min(200, len(rows) // 20)]
-    kept = sorted(set(range(len(rows))) - set(held_out))
-    return [rows[i] for i in kept], [rows[i] for i in held_out] or rows
+    order, share = epoch_order(len(rows), "held out", 0), min(200, len(rows) // 20)
+    return [rows[i] for i in sorted(order[share:])], [rows[i] for i in order[:share]] or rows

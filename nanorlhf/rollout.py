@@ -17,7 +17,7 @@ from tqdm import tqdm
 from nanorlhf import data, toy
 from nanorlhf.losses import kl_estimate
 from nanorlhf.model import autocast, longest, normalised, sequence_scores, token_logprobs
-from nanorlhf.rewards import call_reward, extract_answer, is_math, math_reward, readable
+from nanorlhf.rewards import call_reward, extract_answer, math_reward, readable
 from nanorlhf.sampler import SamplingParams
 from nanorlhf.utils import UserError, derive_seed
 
@@ -169,7 +169,7 @@ def warn_if_hopeless(completions, max_new_tokens, reward):
         tqdm.write(f"warning: {cut:.0%} of the answers were cut off at --max_new_tokens "
                    f"{max_new_tokens}; raise it, or check that the prompts end in the "
                    "generation prompt of the model's chat template", file=sys.stderr)
-    if is_math(reward) and not any(extract_answer(c.text) for c in completions):
+    if readable(reward) and not any(extract_answer(c.text) for c in completions):
         tqdm.write("warning: no answer holds a result that the math reward can read (#### x, "
                    f"\\boxed{{x}} or <answer>x</answer>); the first was {completions[0].text!r}",
                    file=sys.stderr)

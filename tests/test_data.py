@@ -244,7 +244,7 @@ def test_chatml_for_base_models(tmp_path):
     assert whole(tokenizer, encode(chat("hi", "yes"), tokenizer)) == \
         "<s><|user|>hi<|im_end|><|assistant|>yes<|im_end|>"
     for name in ("none.jinja", "", "~nobody-here/x"):
-        with pytest.raises(UserError, match="cannot be read.*chatml"):
+        with pytest.raises(UserError, match="is no file.*chatml"):
             data.set_template(tokenizer, str(tmp_path / name) if name[:1] != "~" else name)
     data.set_template(tokenizer, save_text(tmp_path / "broken.jinja", "{% for"))
     with pytest.raises(UserError, match=r"^my.jsonl:3: "):
@@ -753,12 +753,12 @@ def write_rows(path, n, name):
 
 @pytest.mark.parametrize("weights, counts", [
     (("0.7", "0.3"), (56, 24)),  # b runs out first
-    (("1", "1"), (24, 24)), (("3", "1"), (72, 24)), (("7", ".1"), (100, 1)), (("", ""), (100, 24)),
+    (("1", "1"), (24, 24)), (("3", "1"), (72, 24)), (("7", ".1"), (100, 1)),
 ])
 def test_mixtures(weights, counts, tmp_path):
     a = write_rows(tmp_path / "a.jsonl", 100, "text")
     b = write_rows(tmp_path / "b.jsonl", 24, "text")
-    spec = ",".join(name + "*" * bool(weight) + weight for name, weight in zip((a, b), weights))
+    spec = f"{a}*{weights[0]},{b}*{weights[1]}"
     rows = load_rows(spec, seed=1)
     texts = [row["text"] for row in rows]
     assert tuple(sum(text[0] == name for text in texts) for name in "ab") == counts
@@ -771,19 +771,18 @@ def test_mixtures(weights, counts, tmp_path):
 def test_bad_mixtures_and_names_that_only_look_like_one(tmp_path):
     a, b = write_rows(tmp_path / "a.jsonl", 9, "text"), write_rows(tmp_path / "b.jsonl", 9, "text")
     for weights in (("*0", "*1"), ("*-1", "*2"), ("*nan", "*1"), ("*1", "*inf"), ("*x", "*1"),
-                    ("*1", ""), ("", "*"), ("*", "*1"), ("*0.01", "*0.99"), ("*1e9", "*1"),
+                    ("*1", ""), ("", "*"), ("", ""), ("*0.01", "*0.99"), ("*1e9", "*1"),
                     ("*1" + "0" * 400, "*1"), ("*0.5", None)):  # the last: one source alone
         spec = a + weights[0] + (f",{b}{weights[1]}" if weights[1] is not None else "")
-        with pytest.raises(UserError, match="in a mixture every source has a weight") as error:
+        with pytest.raises(UserError, match="source needs a weight above 0") as error:
             load_rows(spec)
         assert "\n" not in str(error.value)
-    for spec in (f"{a},{tmp_path}/none.jsonl", f"{a}*1,{tmp_path}/none.jsonl*1", f"{a},,{b}", ","):
-        with pytest.raises(UserError, match="^cannot read "):
-            load_rows(spec)
+    with pytest.raises(UserError, match="^cannot read .*none.jsonl "):
+        load_rows(f"{a}*1,{tmp_path}/none.jsonl*1")
     for name in ("a,b.jsonl", "a*0.5.jsonl", "x*2,y*3"):  # "x*2,y*3" is read as JSON lines
         assert len(load_rows(write_rows(tmp_path / name, 3, "text"))) == 3
     star = write_rows(tmp_path / "a*2", 3, "text")
-    assert len(load_rows(f"{star},{b}")) == 12 and len(load_rows(f"{star}*2,{b}*2")) == 6
+    assert len(load_rows(f"{star}*2,{b}*2")) == 6
 
 
 def test_columns_are_renamed_before_the_shape_is_recognised(tmp_path):
@@ -796,12 +795,12 @@ def test_columns_are_renamed_before_the_shape_is_recognised(tmp_path):
     [row] = load_rows(spec, columns="better=worse,worse=better,ignored=question")
     assert row == {"better": "b", "worse": "a", "ignored": "q", "prompt": 3,
                    data.ORIGIN: spec + ":1"}
-    both = f"{spec},{tmp_path}/b.jsonl"
+    both = f"{spec}*1,{tmp_path}/b.jsonl*1"
     rows = load_rows(both, columns="chosen=better")
     assert sorted(row["chosen"] for row in rows) == ["a", "c"]
     with pytest.raises(UserError, match="no column gold; there are ") as error:
         load_rows(both, columns="prompt=question,answer=gold")
-    for found in ("a.jsonl: question, better, worse, prompt", "b.jsonl: prompt, chosen"):
+    for found in ("a.jsonl: better, prompt, question, worse", "b.jsonl: chosen, prompt"):
         assert found in str(error.value)
     for columns in ("prompt", "prompt=", "=question", "prompt=question,prompt=better", ",", "a=b,"):
         with pytest.raises(UserError, match="must be field=column"):
