@@ -17,7 +17,7 @@ import torch
 
 from nanorlhf import data, toy
 from nanorlhf.losses import bradley_terry_loss, sft_loss
-from nanorlhf.model import (is_scorer, load_policy, load_reward_model, load_scorer,
+from nanorlhf.model import (eos_ids, is_scorer, load_policy, load_reward_model, load_scorer,
                             sequence_scores, token_logprobs)
 from nanorlhf.rollout import lay_out, mean, model_scores, right_answers
 from nanorlhf.sampler import Sampler, SamplingParams
@@ -162,10 +162,12 @@ def evaluate_policy(cfg):
 
 def evaluate_scorer(cfg):
     scorer, tokenizer = load_scorer(cfg.model, cfg.device)
+    ends = eos_ids(scorer, tokenizer)
     if cfg.prompt:
         turns = [{"role": "user", "content": cfg.prompt},
                  {"role": "assistant", "content": cfg.response}]
-        batch = data.Batch.from_rows([data.encode(turns, tokenizer)]).to(cfg.device)
+        row = data.encode(turns, tokenizer, stop_ids=ends)
+        batch = data.Batch.from_rows([row]).to(cfg.device)
         with torch.no_grad():
             return {"score": float(sequence_scores(scorer, batch))}
     if cfg.data == "toy":
@@ -174,7 +176,7 @@ def evaluate_scorer(cfg):
                          grade=toy.parse_grade(cfg.toy_grade))
     else:
         rows = data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed)[: cfg.limit]
-    pairs, _ = data.encode_pairs(rows, tokenizer, cfg.max_len)
+    pairs, _ = data.encode_pairs(rows, tokenizer, cfg.max_len, ends)
     return rank(scorer, pairs, cfg.micro_tokens, cfg.device)[0]
 
 

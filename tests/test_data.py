@@ -8,9 +8,11 @@ from typing import ClassVar
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast,
+)
 
-from nanorlhf import data, toy
+from nanorlhf import data, evaluate, toy
 from nanorlhf.data import (
     Batch,
     encode,
@@ -23,7 +25,12 @@ from nanorlhf.data import (
     to_pair,
     to_prompt,
 )
+from nanorlhf.model import (
+    eos_ids, load_policy, load_scorer, save_model, sequence_scores, token_logprobs,
+)
+from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import UserError
+from tiny import tiny_model
 
 
 def to_messages(row):
@@ -367,6 +374,89 @@ def test_odd_templates_and_conversations_are_refused():
             encode(turns, tokenizer)
     with pytest.raises(UserError, match="assistant"):
         encode(chat("a", "b"), tokenizer, prompt_only=True)
+
+
+# --- with models ---
+
+
+def padded_base(folder):
+    """A folder: 320 rows of embeddings for 263 tokens, two tokens that end a turn."""
+    model, tokenizer = tiny_model(vocab_size=320), make_tokenizer(CHATML, eos="</s>")
+    model.generation_config.eos_token_id = [2, 4]  # </s> and <|im_end|>
+    save_model(model, tokenizer, folder)
+    return model, tokenizer
+
+
+def test_a_padded_vocabulary_stays_as_it_is_and_every_end_stops(tmp_path):  # DAT-9, CKP-7
+    base, tokenizer = padded_base(tmp_path / "base")
+    tokenizer.add_tokens(["<tool>"])  # takes a spare row
+    save_model(base, tokenizer, tmp_path / "added")
+    for name in ("base", "added"):
+        model, tokenizer = load_policy(str(tmp_path / name))
+        weight, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        assert len(weight) == len(head) == model.config.vocab_size == 320
+        assert torch.equal(weight, base.get_input_embeddings().weight)
+        ends = eos_ids(model, tokenizer)
+        assert ends == {2, 4} == set(GenerationConfig.from_pretrained(
+            tmp_path / name).eos_token_id)
+        [(ids, mask)] = encode_sft([{"prompt": "a<tool>", "completion": "b"}], tokenizer, 99, ends)
+        assert (ids.count(263) == 1) == (name == "added") and ids.count(4) == 2 and ids[-1] == 4
+        [(prompt, _)] = encode_prompts([{"prompt": "a<tool>"}], tokenizer, 99)
+        assert ids[:len(prompt)] == prompt
+        # Ids that the tokenizer lacks may be sampled: they have no text, and one log-prob.
+        params = SamplingParams(n=8, max_new_tokens=24, seed=0)
+        sampled = Sampler(model, tokenizer).generate([prompt], params)
+        assert max(token for c in sampled for token in c.token_ids) > 263
+        for c in sampled:
+            assert c.text == tokenizer.decode([i for i in c.token_ids if i < len(tokenizer)],
+                                              skip_special_tokens=True)
+            whole_row = (c.prompt_ids + c.token_ids, [0] * len(prompt) + [1] * len(c.token_ids))
+            batch = Batch.from_rows([whole_row])
+            with torch.no_grad():
+                logp = token_logprobs(model, batch)[0][batch.loss_mask > 0]
+            torch.testing.assert_close(logp, torch.tensor(c.logprobs), atol=1e-5, rtol=1e-5)
+
+
+def test_plain_generate_stops_at_each_of_several_ends(tmp_path):  # CKP-7
+    base, tokenizer = padded_base(tmp_path)
+    inputs = tokenizer("<|im_start|>user", return_tensors="pt")
+    for end in (2, 4):
+        with torch.no_grad():  # a model that says x, then `end`, whatever it reads
+            model = AutoModelForCausalLM.from_pretrained(tmp_path)
+            for weight in model.parameters():
+                weight.zero_()
+            model.model.embed_tokens.weight[:, 0] = 1.0
+            model.model.embed_tokens.weight[100, 1] = 9.0
+            model.model.norm.weight.fill_(1.0)
+            model.lm_head.weight[100, 0], model.lm_head.weight[end, 1] = 1.0, 1.0
+            save_model(model, tokenizer, tmp_path / "new")
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+        out = plain.generate(**inputs, max_new_tokens=9, do_sample=False)
+        assert out[0, inputs["input_ids"].shape[1]:].tolist() == [100, end]
+        model, tokenizer = load_policy(str(tmp_path / "new"))
+        [ours] = Sampler(model, tokenizer).generate(
+            inputs["input_ids"].tolist(), SamplingParams(max_new_tokens=9, temperature=0.0))
+        assert ours.token_ids == [100, end] and ours.finish_reason == "stop"
+
+
+def test_evaluation_scores_the_ids_of_training(tmp_path):  # DAT-1
+    padded_base(tmp_path / "base")
+    scorer, tokenizer = load_scorer(str(tmp_path / "base"))
+    scorer.config.eos_token_id = [2, 4]
+    torch.nn.init.normal_(scorer.score.weight)
+    save_model(scorer, tokenizer, tmp_path / "rm")
+    pair = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+    config = evaluate.Config(model=str(tmp_path / "rm"), device="cpu", prompt="q", response="yes")
+    found = evaluate.evaluate_scorer(config)
+    [sides], _ = encode_pairs([pair], tokenizer, 99, eos_ids(scorer, tokenizer))
+    assert sides[0][0][-1] == 4 and sides[0][0].count(2) == 0
+    with torch.no_grad():
+        scores = sequence_scores(scorer, Batch.from_rows(sides))
+    assert found["score"] == pytest.approx(float(scores[0]), abs=1e-5)
+    (tmp_path / "pair.jsonl").write_text(json.dumps({"ask": "q"} | pair | {"prompt": None}))
+    config.prompt, config.data, config.columns = "", str(tmp_path / "pair.jsonl"), "prompt=ask"
+    assert evaluate.evaluate_scorer(config)["reward_rejected"] == pytest.approx(
+        float(scores[1]), abs=1e-5)
 
 
 # --- limits -----------------------------------------------------------------
