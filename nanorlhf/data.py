@@ -129,7 +129,7 @@ def load_rows(spec, split=None, columns="", seed=0):
 def _mixture(spec, split, seed):
     """Rows of "a.jsonl*0.7,b.jsonl*0.3", in an order drawn by seed. Weights are shares of the sum,
     which ends where its first source runs out, so that no row comes twice."""
-    parts = [re.fullmatch(r"(.+)\*(\d{0,9}\.?\d{1,9})", part) for part in spec.split(",")]
+    parts = [re.fullmatch(r"\s*(.+)\*(\d{0,9}\.?\d{1,9})\s*", part) for part in spec.split(",")]
     if all(parts) and len(parts) > 1:
         sources = [(_rows_of(part[1], split), max(float(part[2]), 1e-9)) for part in parts]
         size = min(len(rows) / share for rows, share in sources)
@@ -144,7 +144,7 @@ def _mixture(spec, split, seed):
 
 def _rename(rows, columns):
     """The rows under new names; a column that no file has is an error."""
-    fields, files = dict(re.findall("([^=,]+)=([^,]+)", columns)), {}
+    fields, files = dict(re.findall(r"\s*([^=,]+)=([^,]+)", columns)), {}
     if ",".join(map("=".join, fields.items())) != columns:
         raise UserError(f"--columns {columns} must be field=column,..., such as prompt=question")
     for row in rows:
@@ -429,8 +429,7 @@ def encode_pairs(rows, tokenizer, max_len, stop_ids=()):
         if chosen[0] == rejected[0]:
             raise Dropped(f"chosen and rejected do not differ within --max_len {max_len}")
         return (chosen, rejected), margin or 0.0
-    pairs, margins = zip(*_encode_rows(rows, encode_row))
-    return list(pairs), list(margins)
+    return tuple(map(list, zip(*_encode_rows(rows, encode_row))))
 
 
 def encode_prompts(rows, tokenizer, max_len, usable=None, or_none=False):

@@ -850,6 +850,7 @@ def test_mixtures(weights, counts, tmp_path):
     b = write_rows(tmp_path / "b.jsonl", 24, "text")
     spec = f"{a}*{weights[0]},{b}*{weights[1]}"
     rows = load_rows(spec, seed=1)
+    assert rows == load_rows(spec.replace(",", " , "), seed=1)
     texts = [row["text"] for row in rows]
     assert tuple(sum(text[0] == name for text in texts) for name in "ab") == counts
     assert len(set(texts)) == len(texts)  # no row twice
@@ -892,7 +893,8 @@ def test_columns_are_renamed_before_the_shape_is_recognised(tmp_path):
         load_rows(both, columns="prompt=question,answer=gold")
     for found in ("a.jsonl: better, prompt, question, worse", "b.jsonl: chosen, prompt"):
         assert found in str(error.value)
-    for columns in ("prompt", "prompt=", "=question", "prompt=question,prompt=better", ",", "a=b,"):
+    for columns in ("prompt", "prompt=", "=question", "prompt=question,prompt=better", ",", "a=b,",
+                    "prompt=question, chosen=better"):
         with pytest.raises(UserError, match="must be field=column"):
             load_rows(spec, columns=columns)
 
