@@ -357,6 +357,22 @@ def test_a_template_that_drops_reasoning_is_not_obeyed_in_the_last_reply_and_ref
         encode(turns, tokenizer)
 
 
+def test_reasoning_in_a_field_of_its_own_is_learned():
+    """As Qwen3 renders it: before the last reply, out of history."""
+    template = CHATML.replace("+ m.content", "+ ('<think>\n' + m.reasoning_content + '\n</think>"
+                              "\n\n' if m.reasoning_content and loop.last else '') + m.content")
+    tokenizer = make_tokenizer(template, eos="<|im_end|>")
+    turns = chat("a", "b", "c", "d")
+    turns[1]["reasoning_content"], turns[3]["reasoning_content"] = "x", "y"
+    assert learned(tokenizer, encode(turns[:2], tokenizer)) == \
+        "<think>\nx\n</think>\n\nb<|im_end|>"
+    with pytest.raises(UserError, match="rewrites turn 2.*--train_on last"):
+        encode(turns, tokenizer)
+    coded = encode(turns, tokenizer, first_target=-1)
+    assert learned(tokenizer, coded) == "<think>\ny\n</think>\n\nd<|im_end|>"
+    assert "x" not in whole(tokenizer, coded)
+
+
 def test_odd_templates_and_conversations_are_refused():
     strange = make_tokenizer(CHATML.replace("assistant\n' }}{% endif", "bot\n' }}{% endif"))
     with pytest.raises(UserError, match="rewrites turn 2"):
