@@ -61,6 +61,7 @@ def train(cfg):
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
     lora.adapt(model, cfg)  # --lora_rank
+    data.set_template(tokenizer, cfg.chat_template)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
@@ -69,7 +70,7 @@ def train(cfg):
     pairs, _ = data.encode_pairs(train_rows, tokenizer, max_len, ends)
     held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)
     prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, max_len)
-    data.show_masks(list(pairs[0]), tokenizer, n=2)
+    data.show_data(cfg, pairs, tokenizer)
 
     # --- reference log-probs of every pair, once: (P, 2) ---
     def reference(judge, rows):

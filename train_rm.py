@@ -45,6 +45,7 @@ def train(cfg):
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
     scorer, tokenizer = load_scorer(cfg.model, cfg.device)
     lora.adapt(scorer, cfg)  # --lora_rank
+    data.set_template(tokenizer, cfg.chat_template)
     sampler = Sampler(*load_policy(cfg.model, cfg.device)) if cfg.data == "toy" else None
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
@@ -52,7 +53,7 @@ def train(cfg):
     max_len, ends = longest(scorer, cfg.max_len), eos_ids(scorer, tokenizer)
     pairs, margins = data.encode_pairs(train_rows, tokenizer, max_len, ends)
     held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)
-    data.show_masks(list(pairs[0]), tokenizer, n=2)
+    data.show_data(cfg, pairs, tokenizer)
 
     # --- optimiser ---
     optimizer, scaler = trainable(scorer, cfg.lr, cfg)

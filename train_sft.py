@@ -31,6 +31,7 @@ class Config(Common):
     out: str = flag("runs/sft", "run folder that is written")
     lr: float = flag(3e-3, "peak learning rate; 1e-5 to 2e-5 for a real model")
     batch_size: int = flag(16, "rows of one optimiser step")
+    train_on: str = flag("all", "replies of a conversation that are learned: all, or the last")
     toy_rows: int = flag(18000, "training rows drawn from the embedded world")
     eval_prompts: int = flag(128, "held-out prompts answered at each evaluation")
     eval_every: int = flag(250, "steps between evaluations; 0: only at the end")
@@ -44,13 +45,15 @@ def train(cfg):
     # --- data: rows become token ids and masks, once ---
     model, tokenizer = load_policy(cfg.model, cfg.device, cfg.seed)
     lora.adapt(model, cfg)  # --lora_rank
+    data.set_template(tokenizer, cfg.chat_template)
     train_rows, eval_rows = data.train_and_eval_rows(
         cfg, partial(toy.demonstrations, cfg.toy_rows), partial(toy.demonstrations, cfg.eval_rows))
     max_len, ends = longest(model, cfg.max_len), eos_ids(model, tokenizer)
-    rows = data.encode_sft(train_rows, tokenizer, max_len, ends)
-    held_out = data.encode_sft(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)
+    encode = partial(data.encode_sft, tokenizer=tokenizer, max_len=max_len, stop_ids=ends,
+                     train_on=cfg.train_on)
+    rows, held_out = encode(train_rows), encode(eval_rows[: cfg.eval_rows])
     prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, max_len, or_none=True)
-    data.show_masks(rows[:1], tokenizer)
+    data.show_data(cfg, rows, tokenizer)
 
     # --- optimiser, and a sampler over the model's own tensors ---
     optimizer, scaler = trainable(model, cfg.lr, cfg)

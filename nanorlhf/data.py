@@ -9,11 +9,12 @@ Letters: N tokens of a batch, laid end to end without padding; B sequences.
 
 import csv
 import json
+import os
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
@@ -43,6 +44,8 @@ PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 DIALOGUE = ("{% for m in messages %}{{ '\n\n' + {'user': 'Human: ', 'assistant': 'Assistant: '}"
             ".get(m.role, '') + m.content + (eos_token if m.role == 'assistant' else '') }}"
             "{% endfor %}{{ '\n\nAssistant:' if add_generation_prompt else '' }}")
+CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + eos_token }}\n"
+          "{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}")
 
 
 class Dropped(UserError):
@@ -115,8 +118,47 @@ class Batch:
         return [self.select(group) for group in groups]
 
 
-def load_rows(spec, split=None):
-    """Rows (dicts) of a local file, a folder saved by `datasets`, or hub name[:config[:split]]."""
+def load_rows(spec, split=None, columns="", seed=0):
+    """Rows (dicts) of a local file, a folder saved by `datasets`, a hub name[:config[:split]], or a
+    mixture (see `_mixture`). columns: "field=column,..." renames columns."""
+    plain = not re.search("[,*]", spec) or os.path.exists(os.path.expanduser(spec))
+    rows = _rows_of(spec, split) if plain else _mixture(spec, split, seed)
+    return _rename(rows, columns) if columns else rows
+
+
+def _mixture(spec, split, seed):
+    """Rows of "a.jsonl*0.7,b.jsonl*0.3", in an order drawn by seed. Weights are shares of the sum,
+    which ends where its first source runs out, so that no row comes twice."""
+    parts = [re.fullmatch(r"\s*(.+)\*(\d{0,9}\.?\d{1,9})\s*", part) for part in spec.split(",")]
+    if all(parts) and len(parts) > 1:
+        sources = [(_rows_of(part[1], split), max(float(part[2]), 1e-9)) for part in parts]
+        size = min(len(rows) / share for rows, share in sources)
+        drawn = [[rows[i] for i in epoch_order(len(rows), f"{seed} mixed", n)[:round(size * share)]]
+                 for n, (rows, share) in enumerate(sources)]
+        if all(drawn):
+            rows = sum(drawn, [])
+            return [rows[i] for i in epoch_order(len(rows), f"{seed} mixed", -1)]
+    raise UserError(f"{spec} is no file; in a mixture, such as a.jsonl*0.7,b.jsonl*0.3, every "
+                    "source needs a weight above 0 that leaves it a row")
+
+
+def _rename(rows, columns):
+    """The rows under new names; a column that no file has is an error."""
+    fields, files = dict(re.findall(r"\s*([^=,]+)=([^,]+)", columns)), {}
+    if ",".join(map("=".join, fields.items())) != columns:
+        raise UserError(f"--columns {columns} must be field=column,..., such as prompt=question")
+    for row in rows:
+        files.setdefault(row[ORIGIN].rpartition(":")[0], {}).update(row)
+    if lacking := set(fields.values()).difference(*files.values()):
+        found = "; ".join(f"{file}: {', '.join(sorted({*cells} - {ORIGIN}))}"
+                          for file, cells in files.items())
+        raise UserError(f"--columns: no column {min(lacking)}; there are {found}")
+    return [{name: cell for name, cell in row.items() if name not in fields.values()}
+            | {field: row[name] for field, name in fields.items() if name in row} for row in rows]
+
+
+def _rows_of(spec, split):
+    """Rows of one source, each with its origin."""
     rows, where = [], spec
     try:
         for number, row in _read(spec, split):
@@ -177,7 +219,7 @@ def _turns(cell, role="user"):
     for turn in cell if isinstance(cell, list) else [{"role": role, "content": cell}]:
         turn = turn if isinstance(turn, dict) else {}
         turn = {SHAREGPT.get(name, name): v for name, v in turn.items() if v is not None}
-        who, content = turn.get("role"), turn.get("content")
+        who, content = turn.get("role"), turn.get("content", "" if "tool_calls" in turn else None)
         if not who or not isinstance(who, str) or not isinstance(content, (str, int, float)):
             raise UserError(f"a turn needs a role and a content, both text; found {turn!r:.60}")
         messages.append(turn | {"role": ROLES.get(who, who), "content": str(content)})  # 5 is "5"
@@ -220,8 +262,9 @@ def to_pair(row):
                and a[i]["role"] == b[i]["role"] == "assistant"), default=0)
     if not end:
         raise UserError("chosen and rejected share no prompt; add a prompt column")
-    names = ("margin", "chosen_score", "rejected_score")
-    margin, good, bad = (str(cells.get(name, "")).strip() for name in names)  # "": no cell, or CSV
+    margin, good, bad = (next((str(cells[n]).strip() for n in names if n in cells), "")  # "": CSV
+                         for names in (("margin",), ("chosen_score", "score_chosen"),
+                                       ("rejected_score", "score_rejected")))
     margin = float(margin) if margin else float(good) - float(bad) if good and bad else None
     if margin is not None and not abs(margin) < 1e30:  # nan, or more than float32 can hold
         raise UserError(f"margin and scores must be finite numbers; found a margin of {margin}")
@@ -239,6 +282,21 @@ def to_prompt(row):
     return prompt or to_pair(row)[0], columns
 
 
+def set_template(tokenizer, template):
+    """Give a tokenizer the template "chatml" or that of a jinja file; it is saved with it. ChatML's
+    <|im_end|> becomes the EOS; where it is no token, the tokenizer's own EOS closes the turns."""
+    if template == "chatml":
+        if "<|im_end|>" in tokenizer.get_vocab():
+            tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
+        adds_bos = tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+        tokenizer.chat_template = "{{ bos_token }}" * adds_bos + CHATML
+    elif template:
+        if not Path(template).is_file():
+            raise UserError(f"--chat_template {template} is no file; give one with a jinja "
+                            "template, or chatml")
+        tokenizer.chat_template = Path(template).read_text("utf-8", "replace")
+
+
 def _spans(messages, first_target, render, eos, *stops):
     """[(text, learned)] of a chat up to its last reply: the differences of rendered prefixes."""
     if first_target is None:
@@ -246,6 +304,7 @@ def _spans(messages, first_target, render, eos, *stops):
             raise UserError("a prompt must not end in an assistant turn; drop that turn")
         return [(render(messages, add_generation_prompt=True), False)]
     targets = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_target]
+    targets = targets[-1:] if first_target == -1 else targets
     if not targets or targets[0] == 0:
         raise UserError("there is no assistant turn to learn, or no turn before it")
     full, spans, text = render(messages[:targets[-1] + 1]), [], ""
@@ -260,7 +319,8 @@ def _spans(messages, first_target, render, eos, *stops):
         header = prompt[:tag.start()] if tag else prompt
         if not prompt.startswith(text) or not end.startswith(header):
             raise UserError(f"the chat template rewrites turn {(last or i) + 1}, so history is not "
-                            "what was sampled; give one row per reply, or another template")
+                            "what was sampled; learn the last reply alone (train_sft.py "
+                            "--train_on last) or give another template")
         if not end.startswith(prompt) or "".join(content.split()) not in "".join(reply.split()):
             # Go on from the prompt, with one tag, which is closed where nothing was thought.
             reply = content.lstrip().removeprefix(f"<{tag[1]}>").lstrip() if tag else content
@@ -281,10 +341,11 @@ def _spans(messages, first_target, render, eos, *stops):
 def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=None, stop_ids=()):
     """(ids, loss_mask), two lists in the token frame; the one way from words to ids.
 
-    The mask marks each assistant turn, from turn `first_target` on, and what ends it, but no role
-    header. The last reply ends the ids, with EOS or one of stop_ids. Text is learned whole and
-    closed by EOS. A BOS comes first if the template or the tokenizer adds one, never two.
-    prompt_only: up to the generation prompt, mask 0. bare: the prompt, if it is a mere string."""
+    The mask marks each assistant turn, from turn `first_target` on (-1: the last alone), and what
+    ends it, but no role header. The last reply ends the ids, with EOS or one of stop_ids. Text is
+    learned whole and closed by EOS. A BOS comes first if the template or the tokenizer adds one,
+    never two. prompt_only: up to the generation prompt, mask 0. bare: the prompt, if it is a mere
+    string."""
     if tokenizer.eos_token is None and not prompt_only:
         raise UserError("the tokenizer has no EOS, so no reply would end; set tokenizer.eos_token")
     if isinstance(messages_or_text, str):
@@ -307,10 +368,17 @@ def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=
         raise UserError("the text is empty")
     if not prompt_only and ids[-1] not in (tokenizer.eos_token_id, *stop_ids):
         ids, mask = ids + [tokenizer.eos_token_id], mask + [1]
-    bos = tokenizer.bos_token_id
+    bos, unknown = tokenizer.bos_token_id, tokenizer.unk_token_id
+    if unknown in ids and unknown not in (bos, tokenizer.eos_token_id, *stop_ids):  # as in GPT-2
+        warn(f"the tokenizer lacks some characters of the text: it reads {tokenizer.unk_token}")
     if bos is not None and ids[0] != bos and tokenizer("a")["input_ids"][0] == bos:
         ids, mask = [bos] + ids, [0] + mask
     return ids, mask
+
+
+@cache  # each warning once
+def warn(message):
+    print(f"warning: {message}", file=sys.stderr)
 
 
 def _encode_rows(rows, encode_row, or_none=False):
@@ -339,11 +407,13 @@ def _cut(row, messages, first_target, tokenizer, max_len, stop_ids):
     return ids[:max_len], mask[:max_len]
 
 
-def encode_sft(rows, tokenizer, max_len, stop_ids=()):
-    """[(ids, loss_mask)], cut on the right at max_len. Rows without a target token are dropped."""
+def encode_sft(rows, tokenizer, max_len, stop_ids=(), train_on="all"):
+    """[(ids, loss_mask)], cut on the right at max_len; of a conversation "all" or the "last" of the
+    replies are learned. Rows without a target token are dropped."""
     def encode_row(row):
         prompt, [messages], _ = _conversations(row, "SFT")
-        return _cut(row, messages, len(prompt), tokenizer, max_len, stop_ids)
+        first = -1 if train_on == "last" else len(prompt)
+        return _cut(row, messages, first, tokenizer, max_len, stop_ids)
     return _encode_rows(rows, encode_row)
 
 
@@ -359,8 +429,7 @@ def encode_pairs(rows, tokenizer, max_len, stop_ids=()):
         if chosen[0] == rejected[0]:
             raise Dropped(f"chosen and rejected do not differ within --max_len {max_len}")
         return (chosen, rejected), margin or 0.0
-    pairs, margins = zip(*_encode_rows(rows, encode_row))
-    return list(pairs), list(margins)
+    return tuple(map(list, zip(*_encode_rows(rows, encode_row))))
 
 
 def encode_prompts(rows, tokenizer, max_len, usable=None, or_none=False):
@@ -382,28 +451,38 @@ def encode_prompts(rows, tokenizer, max_len, usable=None, or_none=False):
     return [(ids, names | columns) for ids, columns in kept]
 
 
-def show_masks(rows, tokenizer, n=1):
-    """Print the tokens, at most 60, of the first n encoded rows (or of one); *: learned."""
-    for ids, mask in [rows] if isinstance(rows, tuple) else rows[:n]:
-        lines = [f"{tokenizer.decode([token])!r:>16}  {token:>6}  {'*' if learned else '.'}"
-                 for token, learned in zip(ids, mask)]
-        if len(lines) > 60:
-            lines[30:-30] = [f"... {len(lines) - 60} tokens ..."]
-        print(f"{'token':>16}  {'id':>6}  mask", *lines, sep="\n")
+def show_masks(rows, tokenizer, n=1, text=False):
+    """Print the tokens, at most 60, of the first n encoded rows, pairs or prompts (or of one row);
+    *: learned. text: the text before them."""
+    for row in [rows] if isinstance(rows, tuple) else rows[:n]:
+        for ids, mask in row if isinstance(row[0], tuple) else [row]:
+            mask = [0] * len(ids) if isinstance(mask, dict) else mask
+            lines = [f"{tokenizer.decode([token])!r:>16}  {token:>6}  {'*' if learned else '.'}"
+                     for token, learned in zip(ids, mask)]
+            if len(lines) > 60:
+                lines[30:-30] = [f"... {len(lines) - 60} tokens ..."]
+            header = [tokenizer.decode(ids)] * text + [f"{'token':>16}  {'id':>6}  mask"]
+            print(*header, *lines, sep="\n")
+
+
+def show_data(config, rows, tokenizer):
+    """Print the first encoded row token by token; with --show_data n the first n, and end."""
+    show_masks(rows, tokenizer, config.show_data or 1, text=config.show_data > 0)
+    if config.show_data:
+        sys.exit()
 
 
 def train_and_eval_rows(config, toy_train, toy_eval):
     """(training rows, held-out rows) as --data and --eval_data say. Without --eval_data a 20th of
     the rows, at most 200, is held out; fewer than 20 rows serve as both."""
     if config.data == "toy":
-        if config.eval_data:
-            raise UserError("--eval_data goes with --data; the embedded world holds out its own")
+        if config.eval_data or config.columns:
+            raise UserError("--eval_data and --columns go with --data, not with the toy world")
         grade = parse_grade(config.toy_grade)
         return (toy_train(seed=config.seed, split="train", grade=grade),
                 toy_eval(seed=0, split="eval", grade=grade))
-    rows = load_rows(config.data)
+    rows = load_rows(config.data, columns=config.columns, seed=config.seed)
     if config.eval_data:
-        return rows, load_rows(config.eval_data)
-    held_out = epoch_order(len(rows), "held out", 0)[: min(200, len(rows) // 20)]
-    kept = sorted(set(range(len(rows))) - set(held_out))
-    return [rows[i] for i in kept], [rows[i] for i in held_out] or rows
+        return rows, load_rows(config.eval_data, columns=config.columns)
+    order, share = epoch_order(len(rows), "held out", 0), min(200, len(rows) // 20)
+    return [rows[i] for i in sorted(order[share:])], [rows[i] for i in order[:share]] or rows

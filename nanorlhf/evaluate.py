@@ -17,7 +17,7 @@ import torch
 
 from nanorlhf import data, toy
 from nanorlhf.losses import bradley_terry_loss, sft_loss
-from nanorlhf.model import (is_scorer, load_policy, load_reward_model, load_scorer,
+from nanorlhf.model import (eos_ids, is_scorer, load_policy, load_reward_model, load_scorer,
                             sequence_scores, token_logprobs)
 from nanorlhf.rollout import lay_out, mean, model_scores, right_answers
 from nanorlhf.sampler import Sampler, SamplingParams
@@ -111,7 +111,8 @@ def best_of(prompts, completions, scores, n, embedded):
 @dataclass
 class Config:
     model: str = flag("runs/grpo", "policy or reward model: a folder or hub name")
-    data: str = flag("toy", "rows: toy, a file, a folder saved by datasets, or a hub name")
+    data: str = flag("toy", "rows: toy, a file, a folder saved by datasets, a hub name, a mixture")
+    columns: str = flag("", "rename columns: field=column,... such as prompt=question")
     toy_grade: str = flag("4x2", "sums of the embedded world: digits x terms")
     limit: int = flag(200, "rows to measure on")
     n: int = flag(1, "answers for each prompt; above 1 also pass@k")
@@ -146,7 +147,7 @@ def evaluate_policy(cfg):
         scorer = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
     embedded = cfg.data == "toy"
     rows = (toy.prompts(cfg.limit, split="eval", grade=toy.parse_grade(cfg.toy_grade))
-            if embedded else data.load_rows(cfg.data))
+            if embedded else data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed))
     prompts = data.encode_prompts(rows[: cfg.limit], tokenizer, cfg.max_len)
     params = SamplingParams(n=cfg.n, temperature=cfg.temperature, seed=cfg.seed,
                             max_new_tokens=cfg.max_new_tokens)
@@ -161,10 +162,12 @@ def evaluate_policy(cfg):
 
 def evaluate_scorer(cfg):
     scorer, tokenizer = load_scorer(cfg.model, cfg.device)
+    ends = eos_ids(scorer, tokenizer)
     if cfg.prompt:
         turns = [{"role": "user", "content": cfg.prompt},
                  {"role": "assistant", "content": cfg.response}]
-        batch = data.Batch.from_rows([data.encode(turns, tokenizer)]).to(cfg.device)
+        row = data.encode(turns, tokenizer, stop_ids=ends)
+        batch = data.Batch.from_rows([row]).to(cfg.device)
         with torch.no_grad():
             return {"score": float(sequence_scores(scorer, batch))}
     if cfg.data == "toy":
@@ -172,8 +175,8 @@ def evaluate_scorer(cfg):
         rows = toy.pairs(cfg.limit, split="eval", sampler=sampler, noise=False,
                          grade=toy.parse_grade(cfg.toy_grade))
     else:
-        rows = data.load_rows(cfg.data)[: cfg.limit]
-    pairs, _ = data.encode_pairs(rows, tokenizer, cfg.max_len)
+        rows = data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed)[: cfg.limit]
+    pairs, _ = data.encode_pairs(rows, tokenizer, cfg.max_len, ends)
     return rank(scorer, pairs, cfg.micro_tokens, cfg.device)[0]
 
 

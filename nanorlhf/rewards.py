@@ -117,14 +117,10 @@ def format_reward(prompts, completions, **_):
 BUILT_IN = {"math": math_reward, "format": format_reward, "toy": toy.gold_reward}
 
 
-def is_math(reward):
-    return math_reward in getattr(reward, "parts", [reward])
-
-
 def readable(reward):
     """What rows a reward can judge, as a test of their columns: for the math reward those with a
     gold answer that can be read. None: all."""
-    if is_math(reward):
+    if math_reward in getattr(reward, "parts", [reward]):
         return lambda columns: read_gold(columns.get("answer")) is not None
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from nanorlhf import data, toy
 from nanorlhf.losses import kl_estimate
 from nanorlhf.model import autocast, longest, normalised, sequence_scores, token_logprobs
-from nanorlhf.rewards import call_reward, extract_answer, is_math, math_reward, readable
+from nanorlhf.rewards import call_reward, extract_answer, math_reward, readable
 from nanorlhf.sampler import SamplingParams
 from nanorlhf.utils import UserError, derive_seed
 
@@ -50,11 +50,12 @@ def rl_prompts(config, model, tokenizer, reward):
     if room < 1:
         raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt "
                         f"within the {most} tokens that --max_len and the model allow; lower it")
+    data.set_template(tokenizer, config.chat_template)
     train_rows, eval_rows = data.train_and_eval_rows(
         config, partial(toy.prompts, config.toy_rows), partial(toy.prompts, config.eval_prompts))
     prompts = data.encode_prompts(train_rows, tokenizer, room, readable(reward))
     held_out = data.encode_prompts(eval_rows[: config.eval_prompts], tokenizer, room)
-    data.show_masks([(prompts[0][0], [0] * len(prompts[0][0]))], tokenizer)
+    data.show_data(config, prompts, tokenizer)
     return prompts, held_out
 
 
@@ -168,7 +169,7 @@ def warn_if_hopeless(completions, max_new_tokens, reward):
         tqdm.write(f"warning: {cut:.0%} of the answers were cut off at --max_new_tokens "
                    f"{max_new_tokens}; raise it, or check that the prompts end in the "
                    "generation prompt of the model's chat template", file=sys.stderr)
-    if is_math(reward) and not any(extract_answer(c.text) for c in completions):
+    if readable(reward) and not any(extract_answer(c.text) for c in completions):
         tqdm.write("warning: no answer holds a result that the math reward can read (#### x, "
                    f"\\boxed{{x}} or <answer>x</answer>); the first was {completions[0].text!r}",
                    file=sys.stderr)

@@ -87,8 +87,7 @@ def question(rng, grade):
 
 
 def solve(text):
-    first, *rest = re.findall(r"[+-]?\d+", text)
-    return int(first) + sum(map(int, rest))
+    return sum(map(int, re.findall(r"[+-]?\d+", text)))
 
 
 def guess(text):
@@ -98,20 +97,16 @@ def guess(text):
 def work(text, slip=None, rng=None):
     """The worked answer. `slip` is a column (0 is the rightmost) whose result is made wrong; the
     mistake is carried on as a pupil would carry it."""
-    sign = "-" if "-" in text else "+"
-    rows = [number[::-1] for number in re.findall(r"\d+", text)]
-    columns, digits, carry = [], [], 0
-    for i in range(len(rows[0])):
-        terms = [int(row[i]) for row in rows] + [carry]
-        total = sum(terms) if sign == "+" else terms[0] - sum(terms[1:])
-        carry, digit = (total // 10, total % 10) if sign == "+" else (int(total < 0), total % 10)
+    sign, numbers = "-" if "-" in text else "+", re.findall(r"\d+", text)
+    worked, digits, carry = "", "", 0
+    for i, column in enumerate(zip(*(number[::-1] for number in numbers))):
+        terms = sign.join([*column, str(carry)])
+        tens, digit = divmod(solve(terms), 10)
+        carry = abs(tens)  # or what is borrowed
         if i == slip:
             digit = (digit + rng.randrange(1, 10)) % 10
-        columns.append(sign.join(map(str, terms)) + f"={carry}{digit}")
-        digits.append(str(digit))
-    if sign == "+" and carry:
-        digits.append(str(carry))
-    return " ".join(columns) + " #### " + ("".join(digits[::-1]).lstrip("0") or "0")
+        worked, digits = worked + f"{terms}={carry}{digit} ", f"{digit}{digits}"
+    return f"{worked}#### {int(f'{carry}{digits}')}"
 
 
 def held_out(text):
@@ -120,15 +115,15 @@ def held_out(text):
 
 def questions(n, seed=0, split="train", grade=Grade()):
     """n texts of the split, without repeats as long as the grade has enough of them."""
-    rng, texts, tries = random.Random(f"{split}-{seed}"), {}, 0
-    while len(texts) < n:
-        text, tries = question(rng, grade), tries + 1
+    rng, texts = random.Random(f"{split}-{seed}"), {}
+    for _ in range(1000 * n + 1):
+        if len(texts) == n:
+            return list(texts)
+        text = question(rng, grade)
         if held_out(text) == (split == "eval"):
             texts[text] = None
-        if tries > 1000 * n:
-            raise UserError(f"{grade} has no {n} different questions in the split {split}; ask for "
-                            "fewer rows or a harder --toy_grade")
-    return list(texts)
+    raise UserError(f"{grade} has no {n} different questions in the split {split}; ask for fewer "
+                    "rows or a harder --toy_grade")
 
 
 FORM = re.compile(r"(\d+([+-]\d+)+=-?\d+ )*#### (-?\d+)")
@@ -146,18 +141,17 @@ def gold_score(text, answer, stopped=True):
                  and int(match[3]) == solve(text))
 
 
-def gold_reward(prompts, completions, answer=None, finish_reasons=None, **_):
-    """The gold score as a reward function; `answer` is not needed, the question says it."""
-    stopped = [reason == "stop" for reason in finish_reasons or ["stop"] * len(prompts)]
-    return [gold_score(*row) if row[0] else None
-            for row in zip(map(bare, prompts), completions, stopped)]
+def gold_reward(prompts, completions, finish_reasons=None, **_):
+    """The gold score as a reward function; None where a prompt asks nothing."""
+    reasons = finish_reasons or ["stop"] * len(prompts)
+    return [gold_score(text, completion, reason == "stop") if text else None
+            for text, completion, reason in zip(map(bare, prompts), completions, reasons)]
 
 
 def bare(prompt):
     """The question in a rendered prompt, a message list, or itself; "" if there is none."""
-    if not isinstance(prompt, str):
-        prompt = prompt[-1]["content"]
-    return next(iter(re.findall(r"\d+(?:[+-]\d+)+=", prompt)[::-1]), "")
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return (re.findall(r"\d+(?:[+-]\d+)+=", text) or [""])[-1]
 
 
 def demonstrations(n, seed=0, split="train", grade=Grade(), worked_share=0.5):
@@ -202,8 +196,8 @@ def pairs(n, seed=0, split="train", grade=Grade(), sampler=None, samples=8, nois
 
     With a `sampler` both answers are the model's own (on-policy), else they come from `pool`. With
     noise the better is chosen with probability sigmoid(ANNOTATOR_SCALE) = 0.95, else always."""
-    rng, rows, round_ = random.Random(f"pairs-{split}-{seed}"), [], 0
-    while len(rows) < n:
+    rng, rows = random.Random(f"pairs-{split}-{seed}"), []
+    for round_ in range(20):
         texts = questions(max(64, n // 3), (seed, round_), split, grade)
         for text, answers in zip(texts, answers_to(texts, sampler, samples, rng)):
             best = [a for a, stopped in answers if gold_score(text, a, stopped)]
@@ -212,8 +206,7 @@ def pairs(n, seed=0, split="train", grade=Grade(), sampler=None, samples=8, nois
                 wrong_way = noise and rng.random() < 1 / (1 + math.exp(ANNOTATOR_SCALE))
                 chosen, rejected = (worse, better) if wrong_way else (better, worse)
                 rows.append({"prompt": text, "chosen": chosen, "rejected": rejected})
-        round_ += 1
-        if round_ == 20 and len(rows) < n:
-            raise UserError("the model's answers are nearly all right or all wrong: no pairs to "
-                            "be made; give another --model or --toy_grade")
-    return rows[:n]
+        if len(rows) >= n:
+            return rows[:n]
+    raise UserError("the model's answers are nearly all right or all wrong: no pairs to be made; "
+                    "give another --model or --toy_grade")

@@ -40,9 +40,12 @@ class Common:
 
     model: str = flag("toy", "start model: a folder or hub name; toy: a fresh tiny model")
     data: str = flag("toy", "training rows: toy, a .jsonl/.json/.csv/.parquet file, a folder saved "
-                     "by datasets, or a hub name[:config[:split]]")
+                     "by datasets, a hub name[:config[:split]], or a mixture of such: a*0.7,b*0.3")
     eval_data: str = flag("", "held-out rows, named as --data; empty: a share of --data")
     eval_rows: int = flag(256, "held-out rows (pairs) that an evaluation measures")
+    columns: str = flag("", "rename columns: field=column,... such as prompt=question")
+    chat_template: str = flag("", "chatml, or a file with a jinja template; empty: the model's own")
+    show_data: int = flag(0, "print this many encoded rows token by token, and end")
     toy_grade: str = flag("4x2", "sums of the embedded world: digits x terms; 4x2- also subtracts")
     out: str = flag("", "run folder that is written")
     seed: int = flag(0, "seed of everything random: toy rows, order of rows, sampling")
@@ -88,6 +91,7 @@ CHOICES = {
     "dtype": ("fp32", "bf16", "fp16", "auto"), "preset": PRESETS,
     "report_to": ("none", "wandb", "tensorboard"),
     "kl_estimator": ("k1", "k2", "k3"), "advantage": ("grpo", "dr_grpo", "rloo"),
+    "train_on": ("all", "last"),
 }
 TRUNCATION = ("--top_k", "--top_p", "--min_p", "--repetition_penalty")
 
@@ -263,6 +267,8 @@ class Run:
         self.args_file = self.folder / "args.json"
         self.track, self.bar, self.opened = lambda values, step: None, None, False
         self.born = self.clock = time.perf_counter()
+        if config.show_data:
+            return  # writes nothing, so an old run is not in its way
         if config.resume and config.overwrite:
             raise UserError("--resume and --overwrite exclude each other; give one of them")
         nearest = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())

@@ -8,9 +8,11 @@ from typing import ClassVar
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast,
+)
 
-from nanorlhf import data
+from nanorlhf import data, evaluate, toy
 from nanorlhf.data import (
     Batch,
     encode,
@@ -23,7 +25,12 @@ from nanorlhf.data import (
     to_pair,
     to_prompt,
 )
+from nanorlhf.model import (
+    eos_ids, load_policy, load_scorer, save_model, sequence_scores, token_logprobs,
+)
+from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import UserError
+from tiny import tiny_model
 
 
 def to_messages(row):
@@ -84,6 +91,11 @@ def make_tokenizer(template=None, bos=None, eos="</s>", auto_bos=False, pad="<pa
 
 def chat(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+def save_text(path, text):
+    path.write_text(text)
+    return str(path)
 
 
 def learned(tokenizer, coded):
@@ -211,6 +223,41 @@ def test_one_bos_at_most_and_the_same_ids_everywhere(options, count):  # DAT-1
     assert plain[0][0] != 1 or plain[1][0] == 0
 
 
+def test_chatml_for_base_models(tmp_path):
+    """<|im_end|> closes a turn and is the EOS, or the own EOS where the tokenizer lacks it."""
+    spelled = "<|im_start|>user\nhi{0}\n<|im_start|>assistant\nyes{0}"
+    for tokenizer, end, bos in [
+            (make_tokenizer(eos="</s>"), "<|im_end|>", ""), (toy.tokenizer(), "<|end|>", ""),
+            (make_tokenizer(eos=None, bos="<s>", auto_bos=True), "<|im_end|>", "<s>")]:
+        size, before = len(tokenizer), tokenizer.get_vocab()
+        data.set_template(tokenizer, "")
+        assert tokenizer.chat_template in (None, toy.TEMPLATE)
+        data.set_template(tokenizer, "chatml")
+        assert (tokenizer.eos_token, len(tokenizer)) == (end, size)
+        assert tokenizer.get_vocab() == before
+        ids, mask = encode(chat("hi", "yes"), tokenizer)
+        assert whole(tokenizer, (ids, mask)) == bos + spelled.format(end)
+        assert learned(tokenizer, (ids, mask)) == "yes" + end
+        assert ids[-1] == tokenizer.eos_token_id and mask[0] == 0
+        prompt, _ = encode(chat("hi"), tokenizer, prompt_only=True)
+        assert ids[:len(prompt)] == prompt
+        tokenizer.save_pretrained(tmp_path)
+        again = AutoTokenizer.from_pretrained(tmp_path)
+        assert encode(chat("hi", "yes"), again) == (ids, mask)
+        plain = again.apply_chat_template(chat("hi"), tokenize=True, add_generation_prompt=True)
+        assert (plain if isinstance(plain, list) else plain["input_ids"]) == prompt  # DAT-1
+    (tmp_path / "t.jinja").write_text(LLAMA)
+    data.set_template(tokenizer, str(tmp_path / "t.jinja"))
+    assert whole(tokenizer, encode(chat("hi", "yes"), tokenizer)) == \
+        "<s><|user|>hi<|im_end|><|assistant|>yes<|im_end|>"
+    for name in ("none.jinja", "", "~nobody-here/x"):
+        with pytest.raises(UserError, match="is no file.*chatml"):
+            data.set_template(tokenizer, str(tmp_path / name) if name[:1] != "~" else name)
+    data.set_template(tokenizer, save_text(tmp_path / "broken.jinja", "{% for"))
+    with pytest.raises(UserError, match=r"^my.jsonl:3: "):
+        encode_sft([{"messages": QA, data.ORIGIN: "my.jsonl:3"}], tokenizer, 99)
+
+
 def test_text_is_learned_whole_and_closed_once():
     tokenizer = make_tokenizer(CHATML, eos="</s>")
     assert encode("ab", tokenizer) == encode("ab</s>", tokenizer)
@@ -249,6 +296,23 @@ def test_chats_without_a_template_are_dialogues():
     assert whole(tokenizer, row) == "ab </s>"
 
 
+def test_unknown_characters_are_told_once(capsys):
+    tokenizer = toy.tokenizer()
+    data.warn.cache_clear()
+    encode_sft([{"prompt": "1+1=", "completion": "2"}], tokenizer, 99)
+    assert capsys.readouterr().err == ""
+    for text in ("caf\u00e9", "na\u00efve"):
+        [(ids, _)] = encode_prompts([{"prompt": text}], tokenizer, 99)
+        assert ids.count(tokenizer.unk_token_id) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("warning: ") and "<|unk|>" in err
+    data.warn.cache_clear()
+    gpt2 = make_tokenizer(LLAMA)  # of bytes, nothing is unknown; its unk is the EOS
+    gpt2.unk_token = "</s>"
+    encode(chat("caf\u00e9 </s>", "yes"), gpt2)
+    assert capsys.readouterr().err == ""
+
+
 # --- templates that think ---------------------------------------------------
 
 
@@ -262,6 +326,7 @@ def test_rewritten_history_is_refused_by_turn_and_harmless_when_not_learned():  
             encode(given, tokenizer)
     coded = encode(turns, tokenizer, first_target=3)
     assert learned(tokenizer, coded) == "<think>\ny\n</think>\n\nd<|im_end|>"
+    assert encode_sft([{"messages": turns}], tokenizer, 99, train_on="last") == [coded]
     with pytest.raises(UserError, match=r"rows.jsonl:7: .*rewrites turn 2"):
         encode_sft([{"messages": turns, data.ORIGIN: "rows.jsonl:7"}], tokenizer, 99)
 
@@ -292,6 +357,22 @@ def test_a_template_that_drops_reasoning_is_not_obeyed_in_the_last_reply_and_ref
         encode(turns, tokenizer)
 
 
+def test_reasoning_in_a_field_of_its_own_is_learned():
+    """As Qwen3 renders it: before the last reply, out of history."""
+    template = CHATML.replace("+ m.content", "+ ('<think>\n' + m.reasoning_content + '\n</think>"
+                              "\n\n' if m.reasoning_content and loop.last else '') + m.content")
+    tokenizer = make_tokenizer(template, eos="<|im_end|>")
+    turns = chat("a", "b", "c", "d")
+    turns[1]["reasoning_content"], turns[3]["reasoning_content"] = "x", "y"
+    assert learned(tokenizer, encode(turns[:2], tokenizer)) == \
+        "<think>\nx\n</think>\n\nb<|im_end|>"
+    with pytest.raises(UserError, match="rewrites turn 2.*--train_on last"):
+        encode(turns, tokenizer)
+    coded = encode(turns, tokenizer, first_target=-1)
+    assert learned(tokenizer, coded) == "<think>\ny\n</think>\n\nd<|im_end|>"
+    assert "x" not in whole(tokenizer, coded)
+
+
 def test_odd_templates_and_conversations_are_refused():
     strange = make_tokenizer(CHATML.replace("assistant\n' }}{% endif", "bot\n' }}{% endif"))
     with pytest.raises(UserError, match="rewrites turn 2"):
@@ -309,6 +390,89 @@ def test_odd_templates_and_conversations_are_refused():
             encode(turns, tokenizer)
     with pytest.raises(UserError, match="assistant"):
         encode(chat("a", "b"), tokenizer, prompt_only=True)
+
+
+# --- with models ---
+
+
+def padded_base(folder):
+    """A folder: 320 rows of embeddings for 263 tokens, two tokens that end a turn."""
+    model, tokenizer = tiny_model(vocab_size=320), make_tokenizer(CHATML, eos="</s>")
+    model.generation_config.eos_token_id = [2, 4]  # </s> and <|im_end|>
+    save_model(model, tokenizer, folder)
+    return model, tokenizer
+
+
+def test_a_padded_vocabulary_stays_as_it_is_and_every_end_stops(tmp_path):  # DAT-9, CKP-7
+    base, tokenizer = padded_base(tmp_path / "base")
+    tokenizer.add_tokens(["<tool>"])  # takes a spare row
+    save_model(base, tokenizer, tmp_path / "added")
+    for name in ("base", "added"):
+        model, tokenizer = load_policy(str(tmp_path / name))
+        weight, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        assert len(weight) == len(head) == model.config.vocab_size == 320
+        assert torch.equal(weight, base.get_input_embeddings().weight)
+        ends = eos_ids(model, tokenizer)
+        assert ends == {2, 4} == set(GenerationConfig.from_pretrained(
+            tmp_path / name).eos_token_id)
+        [(ids, mask)] = encode_sft([{"prompt": "a<tool>", "completion": "b"}], tokenizer, 99, ends)
+        assert (ids.count(263) == 1) == (name == "added") and ids.count(4) == 2 and ids[-1] == 4
+        [(prompt, _)] = encode_prompts([{"prompt": "a<tool>"}], tokenizer, 99)
+        assert ids[:len(prompt)] == prompt
+        # Ids that the tokenizer lacks may be sampled: they have no text, and one log-prob.
+        params = SamplingParams(n=8, max_new_tokens=24, seed=0)
+        sampled = Sampler(model, tokenizer).generate([prompt], params)
+        assert max(token for c in sampled for token in c.token_ids) > 263
+        for c in sampled:
+            assert c.text == tokenizer.decode([i for i in c.token_ids if i < len(tokenizer)],
+                                              skip_special_tokens=True)
+            whole_row = (c.prompt_ids + c.token_ids, [0] * len(prompt) + [1] * len(c.token_ids))
+            batch = Batch.from_rows([whole_row])
+            with torch.no_grad():
+                logp = token_logprobs(model, batch)[0][batch.loss_mask > 0]
+            torch.testing.assert_close(logp, torch.tensor(c.logprobs), atol=1e-5, rtol=1e-5)
+
+
+def test_plain_generate_stops_at_each_of_several_ends(tmp_path):  # CKP-7
+    base, tokenizer = padded_base(tmp_path)
+    inputs = tokenizer("<|im_start|>user", return_tensors="pt")
+    for end in (2, 4):
+        with torch.no_grad():  # a model that says x, then `end`, whatever it reads
+            model = AutoModelForCausalLM.from_pretrained(tmp_path)
+            for weight in model.parameters():
+                weight.zero_()
+            model.model.embed_tokens.weight[:, 0] = 1.0
+            model.model.embed_tokens.weight[100, 1] = 9.0
+            model.model.norm.weight.fill_(1.0)
+            model.lm_head.weight[100, 0], model.lm_head.weight[end, 1] = 1.0, 1.0
+            save_model(model, tokenizer, tmp_path / "new")
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+        out = plain.generate(**inputs, max_new_tokens=9, do_sample=False)
+        assert out[0, inputs["input_ids"].shape[1]:].tolist() == [100, end]
+        model, tokenizer = load_policy(str(tmp_path / "new"))
+        [ours] = Sampler(model, tokenizer).generate(
+            inputs["input_ids"].tolist(), SamplingParams(max_new_tokens=9, temperature=0.0))
+        assert ours.token_ids == [100, end] and ours.finish_reason == "stop"
+
+
+def test_evaluation_scores_the_ids_of_training(tmp_path):  # DAT-1
+    padded_base(tmp_path / "base")
+    scorer, tokenizer = load_scorer(str(tmp_path / "base"))
+    scorer.config.eos_token_id = [2, 4]
+    torch.nn.init.normal_(scorer.score.weight)
+    save_model(scorer, tokenizer, tmp_path / "rm")
+    pair = {"prompt": "q", "chosen": "yes", "rejected": "no"}
+    config = evaluate.Config(model=str(tmp_path / "rm"), device="cpu", prompt="q", response="yes")
+    found = evaluate.evaluate_scorer(config)
+    [sides], _ = encode_pairs([pair], tokenizer, 99, eos_ids(scorer, tokenizer))
+    assert sides[0][0][-1] == 4 and sides[0][0].count(2) == 0
+    with torch.no_grad():
+        scores = sequence_scores(scorer, Batch.from_rows(sides))
+    assert found["score"] == pytest.approx(float(scores[0]), abs=1e-5)
+    (tmp_path / "pair.jsonl").write_text(json.dumps({"ask": "q"} | pair | {"prompt": None}))
+    config.prompt, config.data, config.columns = "", str(tmp_path / "pair.jsonl"), "prompt=ask"
+    assert evaluate.evaluate_scorer(config)["reward_rejected"] == pytest.approx(
+        float(scores[1]), abs=1e-5)
 
 
 # --- limits -----------------------------------------------------------------
@@ -453,6 +617,80 @@ def test_every_shape_in_every_format(kind, tmp_path):
         assert messages == QA[:1] and columns["answer"] == "5" and data.ORIGIN not in columns
     [row] = load_rows(save(tmp_path, kind, [{"text": "some text"}]))
     assert to_messages(row) == "some text"
+
+
+def dialogue(*contents):
+    return "".join(f"\n\n{('Human', 'Assistant')[i % 2]}: {c}" for i, c in enumerate(contents))
+
+
+TALK, OTHER = chat("hi", "hello", "3+4?", "7"), chat("hi", "hello", "3+4?", "12")
+PUBLIC = {  # rows written anew in the columns of well-known data sets
+    "preference_dataset_mixture2_and_safe_pku": {
+        "rejected": OTHER, "rejected_score": 1.5, "chosen": TALK, "chosen_score": 4.0},
+    "hh-rlhf": {"chosen": dialogue("hi", "hello", "3+4?", "7"),
+                "rejected": dialogue("hi", "hello", "3+4?", "12")},
+    "ultrafeedback_binarized": {
+        "prompt": "3+4?", "prompt_id": "ab12", "chosen": chat("3+4?", "7"),
+        "rejected": chat("3+4?", "12"), "messages": chat("3+4?", "7"), "score_chosen": 8.5,
+        "score_rejected": 6.0},
+    "gsm8k": {"question": "3+4?", "answer": "3+4 = <<3+4=7>>7\n#### 7"},
+    "alpaca": {"instruction": "Add.", "input": "3+4", "output": "7", "text": "Below is ... 7"},
+    "sharegpt": {"id": "x_0", "conversations": [
+        {"from": who, "value": said} for who, said in (
+            ("system", "Be short."), ("human", "hi"), ("gpt", "hello"), ("human", "3+4?"),
+            ("gpt", "7"))]},
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_schemas_of_public_data_sets(name, kind, tmp_path):
+    """Every use a row has, after its way through a file: (text, what of it is learned)."""
+    [row] = load_rows(save(tmp_path, kind, [PUBLIC[name]]))
+    tokenizer = make_tokenizer(LLAMA)
+    paired, sole = "rejected" in row, name in ("ultrafeedback_binarized", "gsm8k")
+    first, system = "<|user|>hi</s><|assistant|>hello</s>", "<|system|>Be short.</s>"
+    asked = "<|user|>Add.\n\n3+4</s>" if name == "alpaca" else "<|user|>3+4?</s>"
+    first = {"alpaca": "", "sharegpt": system + first}.get(name, "" if sole else first)
+    prompt = first + asked + "<|assistant|>"
+    reply = row["answer"] if name == "gsm8k" else "7"
+    [(ids, columns)] = encode_prompts([row], tokenizer, 200)
+    assert tokenizer.decode(ids) == prompt
+    assert columns.get("answer") == row.get("answer")
+    if paired:
+        [pair], [margin] = encode_pairs([row], tokenizer, 200)
+        assert [whole(tokenizer, side) for side in pair] == [prompt + "7</s>", prompt + "12</s>"]
+        assert [learned(tokenizer, side) for side in pair] == ["7</s>", "12</s>"]
+        assert margin == (0.0 if name == "hh-rlhf" else 2.5)
+    if not paired or "messages" in row:
+        [coded] = encode_sft([row], tokenizer, 200)
+        assert whole(tokenizer, coded) == f"{prompt}{reply}</s>"
+        assert learned(tokenizer, coded) == "hello</s>" * (name == "sharegpt") + reply + "</s>"
+        [coded] = encode_sft([row], tokenizer, 200, train_on="last")
+        assert learned(tokenizer, coded) == reply + "</s>"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
+def test_system_and_tool_turns_are_passed_through_and_not_learned(kind, tmp_path):
+    template = CHATML.replace("m.content +", "(m.tool_calls[0].function.name + '!' if m.tool_calls "
+                              "else m.content) +")
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "[3, 4]"}}
+    turns = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "3+4?"},
+             {"role": "assistant", "content": None, "tool_calls": [call]},
+             {"role": "tool", "content": "7", "tool_call_id": "c1"},
+             {"role": "assistant", "content": "Seven."}, {"role": "user", "content": "thanks"}]
+    tokenizer = make_tokenizer(template, eos="<|im_end|>")
+    [row] = load_rows(save(tmp_path, kind, [{"messages": turns}]))
+    [coded] = encode_sft([row], tokenizer, 300)
+    assert learned(tokenizer, coded) == "add!<|im_end|>Seven.<|im_end|>"
+    assert "system\nBe short.<" in whole(tokenizer, coded)
+    assert "tool\n7<" in whole(tokenizer, coded) and "thanks" not in whole(tokenizer, coded)
+    [coded] = encode_sft([row], tokenizer, 300, train_on="last")
+    assert learned(tokenizer, coded) == "Seven.<|im_end|>"
+    [(ids, _)] = encode_prompts([row], tokenizer, 300)
+    assert tokenizer.decode(ids).endswith("thanks<|im_end|>\n<|im_start|>assistant\n")
+    with pytest.raises(UserError, match="a turn needs a role and a content"):
+        encode([turns[1], {"role": "assistant", "content": None}], tokenizer)
 
 
 def test_finer_points_of_shapes():
@@ -612,6 +850,69 @@ def test_specs_that_are_nothing(spec):
     assert "\n" not in str(error.value)
     assert "neither a file, a folder saved by datasets nor a hub data" in str(error.value) or \
         spec[0] == "~"
+
+
+def write_rows(path, n, name):
+    path.write_text("".join(json.dumps({name: f"{path.stem}{i}"}) + "\n" for i in range(n)))
+    return str(path)
+
+
+@pytest.mark.parametrize("weights, counts", [
+    (("0.7", "0.3"), (56, 24)),  # b runs out first
+    (("1", "1"), (24, 24)), (("3", "1"), (72, 24)), (("7", ".1"), (100, 1)),
+])
+def test_mixtures(weights, counts, tmp_path):
+    a = write_rows(tmp_path / "a.jsonl", 100, "text")
+    b = write_rows(tmp_path / "b.jsonl", 24, "text")
+    spec = f"{a}*{weights[0]},{b}*{weights[1]}"
+    rows = load_rows(spec, seed=1)
+    assert rows == load_rows(spec.replace(",", " , "), seed=1)
+    texts = [row["text"] for row in rows]
+    assert tuple(sum(text[0] == name for text in texts) for name in "ab") == counts
+    assert len(set(texts)) == len(texts)  # no row twice
+    assert rows == load_rows(spec, seed=1) and rows != load_rows(spec, seed=2)
+    assert "ab" in "".join(text[0] for text in texts) and "ba" in "".join(t[0] for t in texts)
+    assert {row[data.ORIGIN].rpartition(":")[0] for row in rows} == {a, b}
+
+
+def test_bad_mixtures_and_names_that_only_look_like_one(tmp_path):
+    a, b = write_rows(tmp_path / "a.jsonl", 9, "text"), write_rows(tmp_path / "b.jsonl", 9, "text")
+    for weights in (("*0", "*1"), ("*-1", "*2"), ("*nan", "*1"), ("*1", "*inf"), ("*x", "*1"),
+                    ("*1", ""), ("", "*"), ("", ""), ("*0.01", "*0.99"), ("*1e9", "*1"),
+                    ("*1" + "0" * 400, "*1"), ("*0.5", None)):  # the last: one source alone
+        spec = a + weights[0] + (f",{b}{weights[1]}" if weights[1] is not None else "")
+        with pytest.raises(UserError, match="source needs a weight above 0") as error:
+            load_rows(spec)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="^cannot read .*none.jsonl "):
+        load_rows(f"{a}*1,{tmp_path}/none.jsonl*1")
+    for name in ("a,b.jsonl", "a*0.5.jsonl", "x*2,y*3"):  # "x*2,y*3" is read as JSON lines
+        assert len(load_rows(write_rows(tmp_path / name, 3, "text"))) == 3
+    star = write_rows(tmp_path / "a*2", 3, "text")
+    assert len(load_rows(f"{star}*2,{b}*2")) == 6
+
+
+def test_columns_are_renamed_before_the_shape_is_recognised(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        '{"question": "q", "better": "a", "worse": "b", "prompt": 3}\n')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "p", "chosen": "c"}\n')
+    spec = str(tmp_path / "a.jsonl")
+    [row] = load_rows(spec, columns="prompt=question,chosen=better,rejected=worse")
+    assert to_pair(row) == (chat("q"), QA[1:], chat("q", "b")[1:], None)
+    [row] = load_rows(spec, columns="better=worse,worse=better,ignored=question")
+    assert row == {"better": "b", "worse": "a", "ignored": "q", "prompt": 3,
+                   data.ORIGIN: spec + ":1"}
+    both = f"{spec}*1,{tmp_path}/b.jsonl*1"
+    rows = load_rows(both, columns="chosen=better")
+    assert sorted(row["chosen"] for row in rows) == ["a", "c"]
+    with pytest.raises(UserError, match="no column gold; there are ") as error:
+        load_rows(both, columns="prompt=question,answer=gold")
+    for found in ("a.jsonl: better, prompt, question, worse", "b.jsonl: chosen, prompt"):
+        assert found in str(error.value)
+    for columns in ("prompt", "prompt=", "=question", "prompt=question,prompt=better", ",", "a=b,",
+                    "prompt=question, chosen=better"):
+        with pytest.raises(UserError, match="must be field=column"):
+            load_rows(spec, columns=columns)
 
 
 def test_nothing_is_cached(monkeypatch):  # DAT-7

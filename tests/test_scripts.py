@@ -102,6 +102,12 @@ BAD = {  # name -> script, flags, words of the error
     "broken line": ("train_sft.py", ["--data", "{data}/broken.jsonl"], ["broken.jsonl:2"]),
     "no eval file": ("train_sft.py", ["--data", "{data}/ten.jsonl", "--eval_data",
                                       "{data}/none.jsonl"], ["none.jsonl"]),
+    "no such column": ("train_sft.py", ["--data", "{data}/odd.jsonl", "--columns", "prompt=color"],
+                       ["color", "odd.jsonl: colour, size"]),
+    "no share": ("train_sft.py", ["--data", "{data}/ten.jsonl*0,{data}/odd.jsonl*1"],
+                 ["mixture", "weight"]),
+    "no template file": ("train_sft.py", ["--chat_template", "none.jinja"],
+                         ["none.jinja", "chatml"]),
     "all rows too long": ("train_sft.py", ["--data", "{data}/ten.jsonl", "--max_len", 4],
                           ["--max_len"]),
     "all prompts too long": ("train_grpo.py", [*GRPO, "--max_len", 12], ["--max_len"]),
@@ -491,3 +497,62 @@ def test_adapters_resume_bit_equal(name, adapters, data, tmp_path):
     assert all(key.endswith((".lora_A", ".lora_B")) for key in last["model"]), list(last["model"])
     if name == "ppo":
         assert {key for key in last["critic"] if ".lora_" not in key} == {"score.weight"}
+
+
+def base_model(folder, tokenizer, eos):
+    """A tiny model without a chat template, as a folder."""
+    model = toy.new_model()
+    model.resize_token_embeddings(len(tokenizer) + 9)  # a padded vocabulary
+    model.config.eos_token_id, tokenizer.chat_template = eos, None
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_base_model_learns_chatml_and_plain_generate_stops(known, tmp_path):
+    """Whether <|im_end|> is a token of the vocabulary beside another EOS or not one at all; the run
+    folder carries the template, and every id that may end a turn."""
+    tokenizer = toy.tokenizer()
+    if known:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    rows = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
+            for q, a in (("red", "apple"), ("blue", "sky"), ("green", "grass"))]
+    flags = ["--model", base_model(tmp_path / "base", tokenizer, 2), "--data",
+             write_jsonl(tmp_path / "rows.jsonl", rows), "--chat_template", "chatml",
+             "--epochs", 40, "--batch_size", 3, "--eval_prompts", 3, "--max_new_tokens", 12]
+    result = run("train_sft.py", *flags, "--out", "out", cwd=tmp_path)
+    assert result.status == 0, result.err
+    assert read_jsonl(tmp_path / "out" / "metrics.jsonl")[-1]["eos_rate"] == 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    reader = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert reader.eos_token == ("<|im_end|>" if known else "<|end|>")
+    stops = sorted({2, reader.eos_token_id})
+    assert model.generation_config.eos_token_id == stops == ([2, 103] if known else [2])
+    for row in rows:
+        text = reader.apply_chat_template(row["messages"][:1], tokenize=False,
+                                          add_generation_prompt=True)
+        assert text == f"<|im_start|>user\n{row['messages'][0]['content']}{reader.eos_token}\n" \
+            "<|im_start|>assistant\n"
+        inputs = reader(text, return_tensors="pt", add_special_tokens=False)
+        out = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+        assert reader.decode(out[0, inputs["input_ids"].shape[1]:]) == (
+            row["messages"][1]["content"] + reader.eos_token)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_show_data_prints_rows_and_writes_nothing(name, chain, data, tmp_path):
+    """Also where a finished run lies: nothing is written, so it is not in the way."""
+    flags = [*flags_of(name, chain, data), "--show_data", 3]
+    (tmp_path / "out").symlink_to(chain / name)
+    before = {path: path.stat().st_mtime_ns for path in (chain / name).rglob("*")}
+    result = run(f"train_{name}.py", *flags, "--out", "out", cwd=tmp_path)
+    assert result.status == 0 and not result.errors, result.err
+    lines = result.out.splitlines()
+    tables = [i for i, line in enumerate(lines) if line.split() == ["token", "id", "mask"]]
+    assert len(tables) == (6 if name in ("rm", "dpo") else 3)
+    assert all(lines[i - 1].startswith("<|user|>") for i in tables)
+    learned = sum(line.endswith("*") for line in lines)
+    assert learned == 0 if name in ("ppo", "grpo") else learned > len(tables)
+    assert {path: path.stat().st_mtime_ns for path in (chain / name).rglob("*")} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
