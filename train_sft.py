@@ -32,7 +32,7 @@ class Config(Common):
     lr: float = flag(3e-3, "peak learning rate; 1e-5 to 2e-5 for a real model")
     batch_size: int = flag(16, "rows of one optimiser step")
     train_on: str = flag("all", "replies of a conversation that are learned: all, or the last")
-    toy_rows: int = flag(18000, "training rows drawn from the embedded world")
+    toy_rows: int = flag(30000, "training rows drawn from the embedded world")
     eval_prompts: int = flag(128, "held-out prompts answered at each evaluation")
     eval_every: int = flag(250, "steps between evaluations; 0: only at the end")
     save_every: int = flag(250, "steps between checkpoints; 0: none")
@@ -68,7 +68,8 @@ def train(cfg):
         loss = 0.0
         for part in batch.split(cfg.micro_tokens):
             with autocast(cfg.device, cfg.dtype):
-                logp, _ = token_logprobs(model, part)
+                # Its gradient is known before: the head need not run again in the backward pass.
+                logp, _ = token_logprobs(model, part, upstream=-part.loss_mask)
                 part_loss = sft_loss(logp, part.loss_mask)
             scaler.scale(part_loss).backward()
             loss += part_loss.item()

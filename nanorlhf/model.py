@@ -256,9 +256,10 @@ def hidden_states(model, batch):
     ).last_hidden_state[0]
 
 
-def token_logprobs(policy, batch, temperature=1.0):
+def token_logprobs(policy, batch, temperature=1.0, upstream=None):
     """log_softmax(logits / temperature) of each next token and entropy of its distribution, (N,)
-    each, in fp32. Zero where `batch.loss_mask` is: those positions never reach the vocabulary."""
+    each, in fp32. Zero where `batch.loss_mask` is: those positions never reach the vocabulary.
+    upstream (N,): the gradient that the log-probs will get, if it is known (see logprob.py)."""
     kept = batch.loss_mask.nonzero()[:, 0]  # (M,)
     hidden = hidden_states(policy, batch).index_select(0, kept)  # (M, H)
     head, config = policy.get_output_embeddings(), policy.config.get_text_config()
@@ -267,7 +268,8 @@ def token_logprobs(policy, batch, temperature=1.0):
     scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
     logp, entropy = logprob.token_logprobs(
         hidden * scale if scale != 1.0 else hidden, head.weight, batch.input_ids[kept + 1],
-        temperature, bias=head.bias, softcap=getattr(config, "final_logit_softcapping", None))
+        temperature, bias=head.bias, softcap=getattr(config, "final_logit_softcapping", None),
+        upstream=None if upstream is None else upstream[kept])
     zeros = torch.zeros(len(batch.input_ids), device=logp.device)
     return zeros.index_copy(0, kept, logp), zeros.index_copy(0, kept, entropy.to(zeros.dtype))
 

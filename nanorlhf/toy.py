@@ -5,9 +5,10 @@ Questions are sums such as `4832+1597=`. The demonstrations mix two habits:
     guessed    #### 6429
     worked     2+7+0=09 3+9+0=12 8+5+1=14 4+1+1=06 #### 6429
 
-A worked answer adds the columns from the right, each with the carry of the one before. A small
-model guesses four digits badly and works well, so supervised fine-tuning, which copies both
-habits, leaves it mediocre; every preference method then teaches it to show its work. The gold
+A worked answer adds the columns from the right, each with the carry of the one before. A guessed
+one is of a sum known by heart. A small model guesses other sums badly and works well, so supervised
+fine-tuning, which copies both habits, leaves it mediocre: half of the time it makes an answer up.
+Every preference method then teaches it to show its work. The gold
 score is exact: 1 if the final number is right, the answer well-formed, and the model stopped.
 
 Everything is deterministic in its seed. Held-out questions are never trained on: a question is
@@ -33,6 +34,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 HELD_OUT_SHARE = 10  # percent of all questions
+BY_HEART = 1000  # sums whose answer the demonstrators know
 ANNOTATOR_SCALE = 3.0  # Bradley-Terry: P(a over b) = sigmoid(scale * (gold_a - gold_b))
 
 
@@ -49,7 +51,7 @@ def tokenizer():
 
 
 def new_model(seed=0, hidden=96, layers=3):
-    """A Llama-shaped model of 0.34 million weights, fresh."""
+    """A Llama-shaped model of 0.37 million weights, fresh."""
     config = LlamaConfig(
         vocab_size=len(SPECIAL) + len(CHARACTERS), hidden_size=hidden, intermediate_size=3 * hidden,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
@@ -155,10 +157,16 @@ def bare(prompt):
 
 
 def demonstrations(n, seed=0, split="train", grade=Grade(), worked_share=0.5):
-    """SFT rows {prompt, completion, answer}: `worked_share` of them worked, the others guessed."""
+    """SFT rows {prompt, completion, answer}: `worked_share` of them worked, the others guessed.
+
+    The guesses are right, being of sums that the demonstrators know by heart, always the same ones.
+    A model that copies the habit does not know the other sums, so it makes them up."""
     rng = random.Random(f"habits-{split}-{seed}")
-    return [row | {"completion": (work if rng.random() < worked_share else guess)(row["prompt"])}
-            for row in prompts(n, seed, split, grade)]
+    known = questions(min(n, BY_HEART), "by heart", split, grade)
+    texts = [(text, work) if rng.random() < worked_share else (rng.choice(known), guess)
+             for text in questions(n, seed, split, grade)]
+    return [{"prompt": text, "completion": habit(text), "answer": str(solve(text))}
+            for text, habit in texts]
 
 
 def prompts(n, seed=0, split="train", grade=Grade()):
