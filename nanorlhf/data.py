@@ -28,7 +28,7 @@ from nanorlhf.utils import UserError, epoch_order
 
 ORIGIN = "_origin"  # the key under which a row remembers its file:line
 # The columns that make a row one of a kind: the prompt's, or None where the others hold it, and the
-# others. The first shape that fits is taken; input, margin, scores, answer and label may be added.
+# others. The first shape that fits is taken; input, margin, answer and label may be added.
 SHAPES = {
     "SFT": ((None, "messages"), (None, "conversations"), ("prompt", "completion"),
             ("prompt", "response"), ("instruction", "output"), ("question", "answer"),
@@ -262,12 +262,10 @@ def to_pair(row):
                and a[i]["role"] == b[i]["role"] == "assistant"), default=0)
     if not end:
         raise UserError("chosen and rejected share no prompt; add a prompt column")
-    margin, good, bad = (next((str(cells[n]).strip() for n in names if n in cells), "")  # "": CSV
-                         for names in (("margin",), ("chosen_score", "score_chosen"),
-                                       ("rejected_score", "score_rejected")))
-    margin = float(margin) if margin else float(good) - float(bad) if good and bad else None
-    if margin is not None and not abs(margin) < 1e30:  # nan, or more than float32 can hold
-        raise UserError(f"margin and scores must be finite numbers; found a margin of {margin}")
+    text = str(cells.get("margin", "")).strip()  # "": no cell, or an empty one of a CSV file
+    margin = float(text) if text else None
+    if text and not abs(margin) < 1e30:  # nan, or more than float32 can hold
+        raise UserError(f"a margin must be a finite number; found {text}")
     return a[:end], a[end:], b[end:], margin
 
 

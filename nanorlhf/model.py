@@ -70,6 +70,8 @@ def load_scorer(path, device="cpu"):
             raise UserError(f"no reward model can be made of {path}: transformers has no "
                             f"SequenceClassification class for {type(policy.config).__name__}")
         policy.config.num_labels = 1
+        if len(ends := eos_ids(policy, tokenizer)) > 1:  # a classifier has no generation config
+            policy.config.get_text_config().eos_token_id = sorted(ends)
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(policy.config)
         setattr(model, model.base_model_prefix, policy.base_model)
