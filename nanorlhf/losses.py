@@ -9,6 +9,7 @@ Letters: N tokens (any shape, if all arguments share it), P pairs, B sequences, 
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from nanorlhf.utils import UserError
 
@@ -58,11 +59,12 @@ def bradley_terry_loss(chosen, rejected, margin=None, centre_coef=0.0):
 
     chosen, rejected (P,) scores; margin (P,) or None (Llama 2 eq. 2). Bradley-Terry: InstructGPT
     eq. 1. The centring term holds the mean score near 0 (Eisenstein et al. 2023, TRL)."""
-    check_shapes(chosen=chosen, rejected=rejected, **({} if margin is None else {"margin": margin}))
+    margin = torch.zeros_like(chosen) if margin is None else margin
+    check_shapes(chosen=chosen, rejected=rejected, margin=margin)
     if chosen.dim() != 1:
         raise ValueError(f"scores must be (P,), one a reply, not {tuple(chosen.shape)}")
-    gap = chosen - rejected if margin is None else chosen - rejected - margin
-    return -F.logsigmoid(gap).sum() + centre_coef * (chosen + rejected).square().sum()
+    loss = -F.logsigmoid(chosen - rejected - margin)
+    return (loss + centre_coef * (chosen + rejected).square()).sum()
 
 
 def dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
@@ -132,23 +134,18 @@ def gae(rewards, values, mask, gamma, lam, cu_seqlens=None):
     *unmasked* position, so that holes (tool tokens) are skipped, as in verl; OpenRLHF has V = 0
     there. V past the end is 0. Both results are 0 where mask is 0."""
     check_shapes(rewards=rewards, values=values, mask=mask)
+    keep, dtype = mask.flatten() > 0, torch.promote_types(values.dtype, torch.float32)
     if cu_seqlens is None:
-        step = max(rewards.shape[-1], 1)
-        cu_seqlens = torch.arange(0, rewards.numel() + 1, step, device=rewards.device)
-    used = mask.flatten().nonzero()[:, 0]  # (M,) the unmasked tokens
-    row = torch.bucketize(used, cu_seqlens[1:], right=True)  # (M,) sequence of each
-    count = torch.bincount(row, minlength=len(cu_seqlens) - 1)  # (B,)
-    column = torch.arange(len(used), device=row.device) - (count.cumsum(0) - count)[row]
-    steps = int(count.max()) if len(used) else 0
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    r, v, A = values.new_zeros((3, len(count), steps + 1), dtype=dtype)  # left-aligned, no holes
-    r[row, column] = rewards.flatten()[used].to(dtype)
-    v[row, column] = values.flatten()[used].to(dtype)
-    for t in reversed(range(steps)):
-        A[:, t] = r[:, t] + gamma * v[:, t + 1] - v[:, t] + gamma * lam * A[:, t + 1]
-    advantages, returns = values.new_zeros((2, values.numel()), dtype=dtype)
-    advantages[used], returns[used] = A[row, column], (A + v)[row, column]
-    return advantages.view(values.shape), returns.view(values.shape)
+        cu_seqlens = torch.arange(mask.shape[:-1].numel() + 1) * mask.shape[-1]
+    counts = F.pad(keep.cumsum(0), (1, 0))[cu_seqlens].diff().tolist()  # unmasked of each sequence
+    r, V = (pad_sequence(x.flatten()[keep].to(dtype).split(counts)) for x in (rewards, values))
+    V = F.pad(V, (0, 0, 0, 1))  # (T + 1, B), without holes
+    A = torch.zeros_like(V)
+    for t in reversed(range(len(r))):
+        A[t] = r[t] + gamma * V[t + 1] - V[t] + gamma * lam * A[t + 1]
+    out = values.new_zeros((2, values.numel()), dtype=dtype)
+    out[:, keep] = torch.cat([torch.stack([A, A + V])[:, :n, b] for b, n in enumerate(counts)], 1)
+    return out.view(2, *values.shape).unbind()
 
 
 def masked_moments(x, mask):
@@ -204,17 +201,15 @@ def group_advantages(rewards, group_size, kind):
     if rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(f"rewards {tuple(rewards.shape)} are not whole groups of {group_size}")
     R = rewards.reshape(-1, group_size).to(torch.promote_types(rewards.dtype, torch.float32))
-    absent = R.isnan()
-    n = (~absent).sum(1, keepdim=True)
-    low, high = R.masked_fill(absent, torch.inf).amin(1), R.masked_fill(absent, -torch.inf).amax(1)
-    flat = ~(high > low)[:, None]  # by comparison: the mean of equal numbers may be off by one ulp
+    n = (~R.isnan()).sum(1, keepdim=True).clamp(min=2)
+    # Against the best first: equal rewards become exact zeros, which their mean need not be.
+    R = R - R.masked_fill(R.isnan(), -torch.inf).amax(1, keepdim=True)
     centred = R - R.nansum(1, keepdim=True) / n
     if kind == "grpo":
-        std = (centred.square().nansum(1, keepdim=True) / (n - 1)).sqrt()
-        centred = centred / (std + 1e-6)
+        centred = centred / ((centred.square().nansum(1, keepdim=True) / (n - 1)).sqrt() + 1e-6)
     elif kind == "rloo":
         centred = centred * n / (n - 1)
-    return centred.masked_fill(absent | flat, 0).view(-1)
+    return centred.nan_to_num(0).view(-1)
 
 
 @torch.no_grad()
