@@ -12,7 +12,6 @@ its preference is mere length.
 
 import json
 import math
-from collections import Counter
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -85,27 +84,25 @@ def rank(scorer, pairs, micro_tokens=16384, device="cpu"):
     the longer answer is scored higher than it was chosen by the annotator."""
     scores = pair_scores(scorer, pairs, micro_tokens, device)
     chosen, rejected = scores.cpu().unbind(1)
-    longer = torch.tensor([len(c[0]) - len(r[0]) for c, r in pairs])
-    differ = longer != 0
-    likes = ((chosen > rejected) == (longer > 0))[differ].float().mean()
+    right = chosen > rejected
+    longer = torch.tensor([len(c[0]) - len(r[0]) for c, r in pairs])  # chosen - rejected
+    likes_longer = (right == (longer > 0)).float() - (longer > 0).float()
     return {
-        "accuracy": float((chosen > rejected).float().mean()),
+        "accuracy": float(right.float().mean()),
         "loss": float(bradley_terry_loss(chosen, rejected)) / len(pairs),
         "margin": float((chosen - rejected).mean()),
         "reward_chosen": float(chosen.mean()), "reward_rejected": float(rejected.mean()),
-        "length_bias": float(likes - (longer > 0)[differ].float().mean()),
+        "length_bias": float(likes_longer[longer != 0].mean()),
     }, scores
 
 
-def histogram(margins, bins=10, width=40):
-    """Lines of text: how far above the rejected answer the chosen one is scored, (P,), pair by
-    pair. 0 is a border in the middle: the pairs above it are those the accuracy counts."""
-    step = max(max(map(abs, margins)), 1e-9) * 2 / bins
-    counts = Counter(max(math.ceil(margin / step), 1 - bins // 2) for margin in margins)
-    longest = max(counts.values())
-    return [f"{(i - 1) * step:8.3f} to {i * step:7.3f} {counts[i]:6} "
-            + "#" * round(width * counts[i] / longest)
-            for i in range(1 - bins // 2, bins // 2 + 1)]
+def histogram(margins, bins=10):
+    """Lines of text that show how chosen - rejected, (P,), spreads; 0 is the border in the middle,
+    so the upper half holds the pairs that are ranked wrong."""
+    edge = margins.abs().max().clamp(min=1e-9).item()
+    counts = torch.histc(margins, bins, -edge, edge).int().tolist()
+    return [f"{edge * (2 * i / bins - 1):8.3f} to {edge * (2 * (i + 1) / bins - 1):7.3f} {count:6} "
+            + "#" * (40 * count // max(counts)) for i, count in enumerate(counts)]
 
 
 def best_of(values, scores, n):
@@ -139,9 +136,8 @@ class Config:
 def evaluate(cfg):
     out = None if cfg.out == "-" else writable(cfg.out)
     metrics = evaluate_scorer(cfg) if is_scorer(cfg.model) else evaluate_policy(cfg)
-    width = max(map(len, metrics))
     for name, value in metrics.items():
-        print(f"{name:<{width}}  {value:.4f}")
+        print(f"{name:<16}{value:.4f}")
     if out:
         numbers = {name: clean(value) for name, value in metrics.items()}
         out.write_text(json.dumps({"model": cfg.model, "data": cfg.data} | numbers, indent=2))
@@ -186,7 +182,7 @@ def evaluate_scorer(cfg):
         rows = data.load_rows(cfg.data)[: cfg.limit]
     pairs, _ = data.encode_pairs(rows, tokenizer, cfg.max_len)
     metrics, scores = rank(scorer, pairs, cfg.micro_tokens, cfg.device)
-    print("chosen - rejected: pairs", *histogram((scores[:, 0] - scores[:, 1]).tolist()), sep="\n")
+    print("chosen - rejected: pairs", *histogram(scores[:, 0] - scores[:, 1]), sep="\n")
     return metrics
 
 

@@ -83,15 +83,15 @@ def dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
         raise UserError(f"loss_type {loss_type} has no label_smoothing; use sigmoid or set it to 0")
     if loss_type == "simpo" and lengths is None:
         raise UserError("loss_type simpo averages over tokens: it needs lengths")
-    chosen, rejected = policy_chosen, policy_rejected
-    check_shapes(policy_chosen=chosen, policy_rejected=rejected)
-    if loss_type != "simpo":
-        check_shapes(policy_chosen=chosen, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-        chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
-    if lengths is not None and loss_type in ("ipo", "simpo"):
-        check_shapes(policy_chosen=chosen, chosen_length=lengths[0], rejected_length=lengths[1])
-        chosen, rejected = (h / n.clamp(min=1) for h, n in zip((chosen, rejected), lengths))
-    d = chosen - rejected
+    if loss_type == "simpo":
+        ref_chosen = ref_rejected = torch.zeros_like(policy_chosen)
+    if lengths is None or loss_type in ("sigmoid", "hinge"):
+        lengths = [torch.ones_like(policy_chosen)] * 2
+    check_shapes(policy_chosen=policy_chosen, policy_rejected=policy_rejected,
+                 ref_chosen=ref_chosen, ref_rejected=ref_rejected,
+                 chosen_length=lengths[0], rejected_length=lengths[1])
+    d = ((policy_chosen - ref_chosen) / lengths[0].clamp(min=1)
+         - (policy_rejected - ref_rejected) / lengths[1].clamp(min=1))
     if loss_type == "ipo":
         return (d - 1 / (2 * beta)).square().sum()
     if loss_type == "hinge":
@@ -196,8 +196,7 @@ def group_advantages(rewards, group_size, kind):
     if kind not in ("grpo", "dr_grpo", "rloo"):
         raise UserError(f"unknown kind of advantage {kind!r}; choose one of grpo, dr_grpo, rloo")
     if group_size < 2:
-        raise UserError("group_size must be at least 2: a sample is judged against the others of "
-                        "its group, and a group of one has none")
+        raise UserError("group_size must be at least 2: an answer is judged against the others")
     if rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(f"rewards {tuple(rewards.shape)} are not whole groups of {group_size}")
     R = rewards.reshape(-1, group_size).to(torch.promote_types(rewards.dtype, torch.float32))

@@ -10,6 +10,7 @@ report.md (one table). `curves` also draws each run's own picture when it finish
 
 import argparse
 import math
+import os
 from functools import partial
 from pathlib import Path
 
@@ -37,13 +38,12 @@ def points(rows, name):
 
 
 def curves(folders, path):
-    """One picture: a panel for each metric, a line for each run, dots where it has few points."""
+    """One picture: a panel for each metric, a line for each run; dots if not every step has one."""
     runs = {folder: read_jsonl(Path(folder) / "metrics.jsonl") for folder in folders}
     known = {name for rows in runs.values() for row in rows for name in row}
     used = [names for names in PANELS if known & set(names)]
-    columns = max(1, min(3, len(used)))
-    lines = max(1, -(-len(used) // columns))
-    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.9 * lines), squeeze=False)
+    lines = max(1, -(-len(used) // 3))
+    figure, axes = plt.subplots(lines, 3, figsize=(12.6, 2.9 * lines), squeeze=False)
     for axis in axes.flat[len(used):]:
         axis.axis("off")
     for axis, names in zip(axes.flat, used):
@@ -126,9 +126,8 @@ def report(args):
     args.out.mkdir(parents=True, exist_ok=True)
     curves(args.runs, args.out / "curves.png")
     if args.base:
-        names = [folder.name for folder in args.runs]  # the whole path where two are alike
-        runs = {folder.name if names.count(folder.name) == 1 else str(folder): folder
-                for folder in args.runs}
+        above = os.path.commonpath([folder.absolute().parent for folder in args.runs])
+        runs = {os.path.relpath(folder, above): folder for folder in args.runs}
         table = compare(args, runs)
         distance_picture(runs, table, args.out / "gold_vs_kl.png")
         text = markdown(table)
@@ -140,7 +139,7 @@ def report(args):
                      "ranked right.\n")
         (args.out / "report.md").write_text(text)
         print(text)
-    print("written:", *sorted(args.out.iterdir()))
+    print(f"written: {args.out}")
 
 
 def arguments(argv=None):

@@ -105,9 +105,8 @@ def lay_out(completions, device="cpu"):
     rows = [(c.prompt_ids + c.token_ids, [0] * len(c.prompt_ids) + [1] * len(c.token_ids))
             for c in completions]
     rollout = Rollout.from_rows(rows)
-    rollout.sampler_logp = torch.zeros(len(rollout.input_ids))
-    rollout.sampler_logp[rollout.loss_mask.bool()] = torch.tensor(
-        [logp for c in completions for logp in c.logprobs])
+    rollout.sampler_logp = torch.zeros(len(rollout.input_ids)).masked_scatter(
+        rollout.loss_mask > 0, torch.tensor([logp for c in completions for logp in c.logprobs]))
     rollout.group = torch.tensor([c.prompt_index for c in completions])
     rollout.stopped = torch.tensor([c.finish_reason == "stop" for c in completions])
     return rollout.to(device)
