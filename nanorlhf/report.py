@@ -3,9 +3,9 @@
     python -m nanorlhf.report runs/sft runs/rm runs/dpo runs/ppo runs/grpo \\
         --base runs/sft --reward_model runs/rm
 
-writes into runs/report: curves.png (every metric of every run), and with --base, on the embedded
-world, gold_vs_kl.png (gold score against the distance from the start model, best-of-n too) and
-report.md (one table). `curves` also draws each run's own picture when it finishes.
+writes into runs/report: curves.png, and with --base, on the embedded world, gold_vs_kl.png (gold
+score against the distance from the start model, best-of-n too) and report.md (one table). `curves`
+also draws each run's own picture when it finishes.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def save(figure, path):
 
 
 def compare(args, runs):
-    """{run: numbers}, and with a reward model {best-of-k: gold score and KL}."""
+    """{run: numbers}, and with a reward model its accuracy and {best-of-k: gold score and KL}."""
     ask = partial(evaluate.Config, toy_grade=args.toy_grade, max_new_tokens=args.max_new_tokens,
                   limit=args.limit, device="cpu")
     table = {name: evaluate.evaluate_policy(ask(model=str(folder), base=args.base))
@@ -84,6 +84,8 @@ def compare(args, runs):
         for k in evaluate.doublings(args.n):  # its KL: Stiennon et al. 2020, appendix G.3
             table[f"best-of-{k}"] = {"gold_score": found[f"best_of@{k}"],
                                      "kl": math.log(k) - (k - 1) / k}
+        table["reward model, on pairs"] = evaluate.evaluate_scorer(
+            ask(model=args.reward_model, pairs_from=args.base, limit=400))
     return table
 
 
@@ -91,7 +93,8 @@ def distance_picture(runs, table, path):
     """Gold score against KL from the base model: what each method pays for what it gets. A line is
     the course of a run, a point what it, or best-of-n, came to."""
     figure, axis = plt.subplots(figsize=(6, 4.2))
-    for number, (name, row) in enumerate(table.items()):
+    measured = [(name, row) for name, row in table.items() if "kl" in row]
+    for number, (name, row) in enumerate(measured):
         if name in runs:
             course = [row for row in read_jsonl(runs[name] / "metrics.jsonl")
                       if "kl_sequence" in row and "eval_gold_score" in row]
@@ -108,7 +111,7 @@ def distance_picture(runs, table, path):
 
 
 def markdown(table):
-    names = ["gold_score", "worked_share", "response_length", "eos_rate", "kl"]
+    names = ["gold_score", "worked_share", "response_length", "eos_rate", "kl", "accuracy"]
     lines = ["| model | " + " | ".join(name.replace("_", " ") for name in names) + " |",
              "|---" * (len(names) + 1) + "|"]
     for model, row in table.items():
@@ -130,15 +133,8 @@ def report(args):
         runs = {os.path.relpath(folder, above): folder for folder in args.runs}
         table = compare(args, runs)
         distance_picture(runs, table, args.out / "gold_vs_kl.png")
-        text = markdown(table)
-        if args.reward_model:
-            ranked = evaluate.evaluate_scorer(evaluate.Config(
-                model=args.reward_model, pairs_from=args.base, toy_grade=args.toy_grade, limit=400,
-                device="cpu"))
-            text += (f"\nReward model: {ranked['accuracy']:.1%} of noise-free on-policy pairs "
-                     "ranked right.\n")
-        (args.out / "report.md").write_text(text)
-        print(text)
+        (args.out / "report.md").write_text(markdown(table))
+        print(markdown(table))
     print(f"written: {args.out}")
 
 
