@@ -111,7 +111,7 @@ def distance_picture(runs, table, path):
 
 
 def markdown(table):
-    names = ["gold_score", "worked_share", "response_length", "eos_rate", "kl", "accuracy"]
+    names = ["gold_score", "worked_share", "response_length", "eos_rate", "accuracy", "kl"]
     lines = ["| model | " + " | ".join(name.replace("_", " ") for name in names) + " |",
              "|---" * (len(names) + 1) + "|"]
     for model, row in table.items():
