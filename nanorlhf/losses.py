@@ -9,7 +9,6 @@ Letters: N tokens (any shape, if all arguments share it), P pairs, B sequences, 
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from nanorlhf.utils import UserError
 
@@ -136,15 +135,16 @@ def gae(rewards, values, mask, gamma, lam, cu_seqlens=None):
     check_shapes(rewards=rewards, values=values, mask=mask)
     keep, dtype = mask.flatten() > 0, torch.promote_types(values.dtype, torch.float32)
     if cu_seqlens is None:
-        cu_seqlens = torch.arange(mask.shape[:-1].numel() + 1) * mask.shape[-1]
-    counts = F.pad(keep.cumsum(0), (1, 0))[cu_seqlens].diff().tolist()  # unmasked of each sequence
-    r, V = (pad_sequence(x.flatten()[keep].to(dtype).split(counts)) for x in (rewards, values))
-    V = F.pad(V, (0, 0, 0, 1))  # (T + 1, B), without holes
-    A = torch.zeros_like(V)
-    for t in reversed(range(len(r))):
-        A[t] = r[t] + gamma * V[t + 1] - V[t] + gamma * lam * A[t + 1]
+        cu_seqlens = torch.arange(mask.shape[:-1].numel() + 1, device=mask.device) * mask.shape[-1]
+    counts = F.pad(keep.cumsum(0), (1, 0))[cu_seqlens].diff()  # (B,) unmasked tokens of each
+    places = torch.arange(int(counts.max()) + 1, device=counts.device)  # (T + 1,)
+    real = places < counts[:, None]  # (B, T + 1): left-aligned, without holes
+    r, V, A = values.new_zeros((3, *real.shape), dtype=dtype)
+    r[real], V[real] = (x.flatten()[keep].to(dtype) for x in (rewards, values))
+    for t in reversed(range(len(places) - 1)):
+        A[:, t] = r[:, t] + gamma * V[:, t + 1] - V[:, t] + gamma * lam * A[:, t + 1]
     out = values.new_zeros((2, values.numel()), dtype=dtype)
-    out[:, keep] = torch.cat([torch.stack([A, A + V])[:, :n, b] for b, n in enumerate(counts)], 1)
+    out[0, keep], out[1, keep] = A[real], (A + V)[real]
     return out.view(2, *values.shape).unbind()
 
 
