@@ -20,7 +20,8 @@ Every run is a process of its own and the sides take turns; the best of --repeat
 CPU time of the process between the start of training and the end of the last step: imports, loading
 and tokenising are left out, and on the tiny model the first of two epochs. Memory is the process's
 peak less what it held after its imports: weights, gradients, Adam's moments, reference models and
-activations. Writes results/train.json, .md and .png, anew after every pair of sides.
+activations. Writes results/train.json, .md and .png after every pair of sides; what an earlier run
+on the same machine measured, and this one does not, stays in them.
 """
 
 import argparse
@@ -258,22 +259,22 @@ def machine():
         name: version(name) for name in ("torch", "transformers", "trl")}
 
 
-def markdown(results, repeats):
+def markdown(results, runs):
     lines = ["# A training step, ours and TRL's", "",
              ", ".join(f"{key} {value}" for key, value in machine().items())
              + "; fp32 on a CPU. What was run: see the head of benchmarks/train.py.", "",
-             "| model | script | seconds a step: ours | TRL | speed-up | target | extra MB at the "
-             "peak: ours | TRL | ratio | target |", "|---" * 10 + "|"]
+             "| model | script | runs | s a step, ours | s a step, TRL | speed-up | target "
+             "| MB, ours | MB, TRL | ratio | target |", "|---" * 11 + "|"]
     for (size, task), r in results.items():
         fast, small = TARGETS.get(task, ("", ""))
-        lines.append(
-            f"| {size} | {task} | {r['ours']['seconds_per_step']:.3g} | "
-            f"{r['trl']['seconds_per_step']:.3g} | {r['speed_up']:.2f} | {fast} | "
-            f"{r['ours']['extra_mb']:.0f} | {r['trl']['extra_mb']:.0f} | {r['memory']:.2f} | "
-            f"{small} |")
-    lines += ["", "Speed-up: our samples per CPU second over TRL's, best of "
-              + ", ".join(f"{n} ({size})" for size, n in repeats.items())
-              + ". Extra MB: peak of the process less what it held after its imports."]
+        cells = [size, task, len(runs[size, task]["ours"]),
+                 *(f"{r[side]['seconds_per_step']:.3g}" for side in ("ours", "trl")),
+                 f"{r['speed_up']:.2f}", fast,
+                 *(f"{r[side]['extra_mb']:.0f}" for side in ("ours", "trl")),
+                 f"{r['memory']:.2f}", small]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += ["", "Speed-up: our samples per CPU second over TRL's, best of the runs. MB: peak of "
+              "the process less what it held after its imports."]
     return "\n".join(lines) + "\n"
 
 
@@ -299,8 +300,20 @@ def draw(results, path):
     figure.savefig(path, dpi=120)
 
 
-def write(runs, repeats):
+def earlier():
+    """{(size, task): {side: runs}} of the file, if it is of this machine and these plans."""
+    path = RESULTS / "train.json"
+    old = json.loads(path.read_text()) if path.exists() else {}
+    if (old.get("machine"), old.get("plans")) != (machine(), SIZES):
+        return {}
+    return {(r["size"], r["task"]): {side: r[side] for side in ("ours", "trl")}
+            for r in old["runs"]}
+
+
+def write(runs):
     """The three files, of every pair of sides that is done."""
+    runs = {(size, task): runs[size, task] for size in SIZES for task in TASKS
+            if (size, task) in runs}
     results = {}
     for key, sides in runs.items():
         best = {side: min(found, key=lambda r: r["seconds_per_step"]) | {
@@ -310,11 +323,11 @@ def write(runs, repeats):
                                "memory": ours["extra_mb"] / trl["extra_mb"]}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "train.json").write_text(json.dumps({
-        "machine": machine(), "plans": {size: SIZES[size] for size in repeats},
+        "machine": machine(), "plans": SIZES,
         "results": [{"size": size, "task": task} | r for (size, task), r in results.items()],
         "runs": [{"size": size, "task": task} | r for (size, task), r in runs.items()]},
         indent=1) + "\n")
-    (RESULTS / "train.md").write_text(markdown(results, repeats))
+    (RESULTS / "train.md").write_text(markdown(results, runs))
     draw(results, RESULTS / "train.png")
 
 
@@ -336,20 +349,19 @@ def main():
     tasks = [task for task in args.tasks if task != "ppo" or args.ppo_python]
     if "ppo" in args.tasks and not args.ppo_python:
         print("ppo is left out: --ppo_python names no environment with trl 1.12.0", flush=True)
-    repeats = {size: args.repeats or {"tiny": 2, "135m": 1}[size] for size in args.sizes}
-    runs = {}
+    runs = earlier()
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
             call(sys.executable, "--inputs", size, folder)
             for task in tasks:
                 found = runs[size, task] = {"ours": [], "trl": []}
-                for side in ("ours", "trl") * repeats[size]:
+                for side in ("ours", "trl") * (args.repeats or {"tiny": 2, "135m": 1}[size]):
                     other = (task, side) == ("ppo", "trl")
                     out = call(args.ppo_python if other else sys.executable, "--one", task, side,
                                size, folder)
                     found[side].append(json.loads(out.splitlines()[-1]))
                     print(size, task, side, found[side][-1], flush=True)
-                write(runs, repeats)
+                write(runs)
     print((RESULTS / "train.md").read_text())
 
 

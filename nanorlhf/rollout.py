@@ -128,7 +128,7 @@ def by_function(reward, prompts, completions):
     ours = {"prompt", "prompts", "completions", "finish_reasons"}
     return call_reward(reward, [row["prompt"] for row in rows], [c.text for c in completions],
                        finish_reasons=[c.finish_reason for c in completions],
-                       **{name: [row[name] for row in rows] for name in rows[0].keys() - ours})
+                       **{name: [row[name] for row in rows] for name in sorted(rows[0].keys() - ours)})
 
 
 @torch.no_grad()
