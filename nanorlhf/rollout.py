@@ -125,10 +125,10 @@ def judge(rollout, completions, prompts, reward, micro_tokens):
 def by_function(reward, prompts, completions):
     """What a reward function says of each answer; it also gets the columns of the prompts."""
     rows = [prompts[c.prompt_index][1] for c in completions]
-    ours = {"prompt", "prompts", "completions", "finish_reasons"}
+    names = sorted(rows[0].keys() - {"prompt", "prompts", "completions", "finish_reasons"})
     return call_reward(reward, [row["prompt"] for row in rows], [c.text for c in completions],
                        finish_reasons=[c.finish_reason for c in completions],
-                       **{name: [row[name] for row in rows] for name in sorted(rows[0].keys() - ours)})
+                       **{name: [row[name] for row in rows] for name in names})
 
 
 @torch.no_grad()
