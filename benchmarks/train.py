@@ -41,10 +41,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TASKS = ("sft", "rm", "dpo", "grpo", "ppo")
-SIZES = {  # batch: rows or pairs of a step; answers: GRPO's and PPO's, of up to `new` tokens
-    "tiny": dict(batch=16, steps=20, answers=128, group=8, rl_steps=3, new=96, warmup=1, lr=1e-4),
-    "135m": dict(batch=8, steps=2, answers=16, group=4, rl_steps=2, new=32, warmup=0, lr=1e-6),
+SIZES = {  # rows, pairs, answers of a step; answers: GRPO's and PPO's, of up to `new` tokens
+    "tiny": dict(rows=16, pairs=16, steps=20, answers=128, group=8, rl_steps=3, new=96, warmup=1,
+                 lr=1e-4),
+    "135m": dict(rows=8, pairs=4, steps=2, answers=16, group=4, rl_steps=2, new=32, warmup=0,
+                 lr=1e-6),
 }  # steps: those of an epoch; warmup: epochs before the one that is timed
+BATCH = {"sft": "rows", "rm": "pairs", "dpo": "pairs", "grpo": "answers", "ppo": "answers"}
 MAX_LEN = 512
 TARGETS = {"sft": (1.3, 0.7), "rm": (1.3, 0.7), "dpo": (1.3, 0.7), "grpo": (3.0, 0.7)}
 REWARD = '''
@@ -86,14 +89,15 @@ def make_inputs(size, folder):
     def said(role, words):
         return [{"role": role, "content": words}]
 
-    n, n_rl = plan["batch"] * plan["steps"], plan["answers"] * plan["rl_steps"]
+    n, n_rl = plan["rows"] * plan["steps"], plan["answers"] * plan["rl_steps"]
+    n_pairs = plan["pairs"] * plan["steps"]
     if size == "tiny":
-        answers, pairs = toy.demonstrations(n), toy.pairs(n)
+        answers, pairs = toy.demonstrations(n), toy.pairs(n_pairs)
         questions = toy.prompts(n_rl)
     else:
         answers = [{"prompt": text(0.25), "completion": text(0.75)} for _ in range(n)]
         pairs = [{"prompt": text(0.25), "chosen": text(0.75), "rejected": text(0.75)}
-                 for _ in range(n)]
+                 for _ in range(n_pairs)]
         questions = [{"prompt": text(0.25)} for _ in range(n_rl)]
     for name, rows in (("sft", answers), ("rm", pairs), ("dpo", pairs), ("ppo", questions),
                        ("grpo", questions[:n_rl // plan["group"]])):
@@ -161,11 +165,11 @@ def run_ours(task, plan, folder):
     more = {"sft": {}, "rm": dict(centre_coef=0.0), "dpo": dict(beta=0.1, nll_coef=0.0),
             "grpo": dict(reward=f"{folder}/reward.py:digits", group_size=plan["group"],
                          batch_size=plan["answers"] // plan["group"], max_new_tokens=plan["new"]),
-            "ppo": dict(reward_model=f"{folder}/scorer", batch_size=plan["answers"],
-                        critic_lr=plan["lr"], critic_warmup=0, max_new_tokens=plan["new"])}[task]
+            "ppo": dict(reward_model=f"{folder}/scorer", critic_lr=plan["lr"], critic_warmup=0,
+                        max_new_tokens=plan["new"])}[task]
     script.train(script.Config(**dict(
         model=f"{folder}/policy", data=f"{folder}/{task}.jsonl", out=f"{folder}/run",
-        eval_data=f"{folder}/{task}_held_out.jsonl", device="cpu", batch_size=plan["batch"],
+        eval_data=f"{folder}/{task}_held_out.jsonl", device="cpu", batch_size=plan[BATCH[task]],
         epochs=1 + plan["warmup"], lr=plan["lr"], max_len=MAX_LEN, eval_every=0, save_every=0)
         | more))
     return clock
@@ -198,14 +202,14 @@ def run_trl(task, plan, folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "policy")
     options = dict(
         output_dir=f"{folder}/trl", num_train_epochs=1 + plan["warmup"], learning_rate=plan["lr"],
-        per_device_train_batch_size=plan["batch"], bf16=False, gradient_checkpointing=False,
+        per_device_train_batch_size=plan[BATCH[task]], bf16=False, gradient_checkpointing=False,
         use_cpu=True, logging_strategy="no", save_strategy="no", report_to="none",
         disable_tqdm=True)
     more = {"model": f"{folder}/policy", "train_dataset": rows}
     if task == "ppo":
-        options |= dict(per_device_train_batch_size=plan["answers"], num_ppo_epochs=2,
-                        num_mini_batches=2, response_length=plan["new"], temperature=1.0,
-                        num_sample_generations=0, stop_token="eos", missing_eos_penalty=1.0)
+        options |= dict(num_ppo_epochs=2, num_mini_batches=2, response_length=plan["new"],
+                        temperature=1.0, num_sample_generations=0, stop_token="eos",
+                        missing_eos_penalty=1.0)
         tokenizer.padding_side = "left"
         rows = rows.map(lambda row: {"input_ids": tokenizer.apply_chat_template(
             row["prompt"], add_generation_prompt=True, return_dict=False)},
@@ -219,8 +223,7 @@ def run_trl(task, plan, folder):
         namespace = {}
         exec(REWARD, namespace)
         more["reward_funcs"] = namespace["digits"]
-        options |= dict(per_device_train_batch_size=plan["answers"], num_generations=plan["group"],
-                        max_completion_length=plan["new"])
+        options |= dict(num_generations=plan["group"], max_completion_length=plan["new"])
     else:
         options["max_length"] = MAX_LEN
     if task != "ppo":
@@ -235,9 +238,8 @@ def one(task, side, size, folder):
     torch.set_num_threads(1)
     plan = SIZES[size]
     clock = (run_ours if side == "ours" else run_trl)(task, plan, folder)
-    rl = task in ("grpo", "ppo")
-    print(json.dumps(clock.result(plan["rl_steps" if rl else "steps"],
-                                  plan["answers" if rl else "batch"])))
+    steps = plan["rl_steps" if BATCH[task] == "answers" else "steps"]
+    print(json.dumps(clock.result(steps, plan[BATCH[task]])))
 
 
 # --- all of them ----------------------------------------------------------------------------------
