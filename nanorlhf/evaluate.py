@@ -5,29 +5,31 @@
     python -m nanorlhf.evaluate --model runs/rm --prompt "12+34=" --response "#### 46"
 
 A policy answers prompts: share of right answers (gold score on the embedded world), pass@k,
-best-of-n under a reward model, response length, share of answers that stop by themselves. A reward
-model ranks pairs: accuracy, mean margin, and how much of its preference is mere length.
+best-of-n under a reward model, response length, share of answers that stop by themselves, KL from
+its start model. A reward model ranks pairs: accuracy, margins with their histogram, and how much of
+its preference is mere length.
 """
 
 import json
+import math
 from dataclasses import dataclass
-from math import comb
+from operator import itemgetter
 
 import torch
 
 from nanorlhf import data, toy
 from nanorlhf.losses import bradley_terry_loss, sft_loss
-from nanorlhf.model import (eos_ids, is_scorer, load_policy, load_reward_model, load_scorer,
-                            sequence_scores, token_logprobs)
-from nanorlhf.rollout import lay_out, mean, model_scores, right_answers
+from nanorlhf.model import (eos_ids, is_scorer, load_policy, load_reference, load_reward_model,
+                            load_scorer, sequence_scores)
+from nanorlhf.rollout import lay_out, mean, model_scores, right_answers, score_tokens
 from nanorlhf.sampler import Sampler, SamplingParams
-from nanorlhf.utils import clean, flag, main, seed_everything, writable
+from nanorlhf.utils import clean, flag, main, writable
 
 
 def pass_at_k(n, right, k):
     """Chance that one of k answers out of n, `right` of them right, is right (Chen et al. 2021,
     "Evaluating Large Language Models Trained on Code", equation 1)."""
-    return 1.0 - comb(n - right, k) / comb(n, k)
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def doublings(n):
@@ -36,47 +38,44 @@ def doublings(n):
 
 
 def answer(sampler, prompts, params, embedded=False):
-    """(metrics, completions) of held-out prompts, a list of (ids, columns)."""
+    """(metrics, completions, 0/1/None for each) of held-out prompts, a list of (ids, columns). The
+    last list says which answers are right; it is empty if nothing can tell."""
     sampler.sync()
     completions = sampler.generate([ids for ids, _ in prompts], params)
+    found = right_answers(prompts, completions, embedded)
+    right = next(iter(found.values()), [])
     metrics = {"response_length": mean([len(c.token_ids) for c in completions]),
                "eos_rate": mean([c.finish_reason == "stop" for c in completions])}
-    for name, values in right_answers(prompts, completions, embedded).items():
-        metrics[name] = mean([v for v in values if v is not None])
-        if params.n > 1 and name != "worked_share":
-            groups = [values[i: i + params.n] for i in range(0, len(values), params.n)]
-            right = [int(sum(group)) for group in groups if None not in group]
-            for k in doublings(params.n):
-                metrics[f"pass@{k}"] = mean([pass_at_k(params.n, r, k) for r in right])
-    return metrics, completions
+    metrics |= {name: mean(values) for name, values in found.items()}
+    if params.n > 1 and right:
+        groups = [right[i: i + params.n] for i in range(0, len(right), params.n)]
+        counts = [int(sum(group)) for group in groups if None not in group]
+        metrics |= {f"pass@{k}": mean([pass_at_k(params.n, count, k) for count in counts])
+                    for k in doublings(params.n)}
+    return metrics, completions, right
 
 
 def held_out_answers(sampler, prompts, config):
     """(metrics, four rows for samples.jsonl): what the training scripts evaluate a policy by."""
     params = SamplingParams(max_new_tokens=config.max_new_tokens, seed=config.seed)
-    embedded = config.data == "toy"
-    metrics, completions = answer(sampler, prompts, params, embedded)
-    shown = completions[:4]
-    scores = next(iter(right_answers(prompts, shown, embedded).values()), [None] * len(shown))
+    metrics, completions, right = answer(sampler, prompts, params, config.data == "toy")
     return metrics, [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
                       "score": score, "finish": c.finish_reason}
-                     for c, score in zip(shown, scores)]
+                     for c, score in zip(completions, right[:4] or [None] * 4)]
 
 
-@torch.no_grad()
 def held_out_loss(model, rows, micro_tokens, device):
     """Mean negative log-likelihood of the trained tokens of encoded SFT rows."""
     batch = data.Batch.from_rows(rows).to(device)
-    total = sum(sft_loss(token_logprobs(model, part)[0], part.loss_mask)
-                for part in batch.split(micro_tokens))
-    return float(total / batch.loss_mask.sum())
+    logp, _ = score_tokens(model, batch, 1.0, micro_tokens)
+    return float(sft_loss(logp, batch.loss_mask) / batch.loss_mask.sum())
 
 
 @torch.no_grad()
 def pair_scores(scorer, pairs, micro_tokens, device):
     """(P, 2) scores of encoded (chosen, rejected) rows."""
     batch = data.Batch.from_rows([row for pair in pairs for row in pair]).to(device)
-    parts = [sequence_scores(scorer, part) for part in batch.split(micro_tokens, unit=2)]
+    parts = [sequence_scores(scorer, part) for part in batch.split(micro_tokens)]
     return torch.cat(parts).view(-1, 2)
 
 
@@ -85,27 +84,32 @@ def rank(scorer, pairs, micro_tokens=16384, device="cpu"):
     the longer answer is scored higher than it was chosen by the annotator."""
     scores = pair_scores(scorer, pairs, micro_tokens, device)
     chosen, rejected = scores.cpu().unbind(1)
-    longer = torch.tensor([len(c[0]) - len(r[0]) for c, r in pairs])
-    differ = longer != 0
-    likes = ((chosen > rejected) == (longer > 0))[differ].float().mean()
+    right = chosen > rejected
+    longer = torch.tensor([len(c[0]) - len(r[0]) for c, r in pairs])  # chosen - rejected
+    likes_longer = (right == (longer > 0)).float() - (longer > 0).float()
     return {
-        "accuracy": float((chosen > rejected).float().mean()),
+        "accuracy": float(right.float().mean()),
         "loss": float(bradley_terry_loss(chosen, rejected)) / len(pairs),
         "margin": float((chosen - rejected).mean()),
         "reward_chosen": float(chosen.mean()), "reward_rejected": float(rejected.mean()),
-        "length_bias": float(likes - (longer > 0)[differ].float().mean()),
+        "length_bias": float(likes_longer[longer != 0].mean()),
     }, scores
 
 
-def best_of(prompts, completions, scores, n, embedded):
-    """{k: right share when the answer with the highest score among the first k is given}; empty if
-    nothing tells which answers are right."""
-    values = next(iter(right_answers(prompts, completions, embedded).values()), [])
-    table, scores = {}, scores.tolist()
-    for k in doublings(n) if values else []:
-        picks = [max(range(i, i + k), key=scores.__getitem__) for i in range(0, len(values), n)]
-        table[k] = mean([values[j] for j in picks if values[j] is not None])
-    return table
+def histogram(margins, bins=10):
+    """Lines of text that show how chosen - rejected, (P,), spreads; 0 is the border in the middle,
+    so the upper half holds the pairs that are ranked wrong."""
+    edge = margins.abs().max().clamp(min=1e-9).item()
+    counts = torch.histc(margins, bins, -edge, edge).int().tolist()
+    return [f"{edge * (2 * i / bins - 1):8.3f} to {edge * (2 * (i + 1) / bins - 1):7.3f} {count:6} "
+            + "#" * (40 * count // max(counts)) for i, count in enumerate(counts)]
+
+
+def best_of(values, scores, n):
+    """{best_of@k: mean value} when of k answers the one with the highest score is given."""
+    groups = [list(zip(scores[i: i + n], values[i: i + n])) for i in range(0, len(values), n)]
+    return {f"best_of@{k}": mean([max(group[:k], key=itemgetter(0))[1] for group in groups])
+            for k in doublings(n)}
 
 
 @dataclass
@@ -120,6 +124,7 @@ class Config:
     max_new_tokens: int = flag(96, "longest answer")
     max_len: int = flag(1024, "longest row in tokens")
     micro_tokens: int = flag(16384, "tokens of one forward pass")
+    base: str = flag("", "with a policy: also its KL per answer from this start model")
     reward_model: str = flag("", "with a policy and --n: best-of-n under this reward model")
     pairs_from: str = flag("", "with a reward model on toy: pairs sampled from this policy")
     prompt: str = flag("", "with a reward model: score one --response to this prompt")
@@ -131,11 +136,9 @@ class Config:
 
 def evaluate(cfg):
     out = None if cfg.out == "-" else writable(cfg.out)
-    seed_everything(cfg.seed)
     metrics = evaluate_scorer(cfg) if is_scorer(cfg.model) else evaluate_policy(cfg)
-    width = max(map(len, metrics))
     for name, value in metrics.items():
-        print(f"{name:<{width}}  {value:.4f}")
+        print(f"{name:<16}{value:.4f}")
     if out:
         numbers = {name: clean(value) for name, value in metrics.items()}
         out.write_text(json.dumps({"model": cfg.model, "data": cfg.data} | numbers, indent=2))
@@ -151,12 +154,16 @@ def evaluate_policy(cfg):
     prompts = data.encode_prompts(rows[: cfg.limit], tokenizer, cfg.max_len)
     params = SamplingParams(n=cfg.n, temperature=cfg.temperature, seed=cfg.seed,
                             max_new_tokens=cfg.max_new_tokens)
-    metrics, completions = answer(Sampler(model, tokenizer), prompts, params, embedded)
+    metrics, completions, right = answer(Sampler(model, tokenizer), prompts, params, embedded)
+    batch = lay_out(completions, cfg.device)
+    if cfg.base:
+        base = load_reference(cfg.base, model, tokenizer, cfg.device)
+        logp, base_logp = (score_tokens(m, batch, 1.0, cfg.micro_tokens)[0] for m in (model, base))
+        metrics["kl"] = float((logp - base_logp).sum()) / len(batch)
     if cfg.reward_model:
-        scores = model_scores(scorer, lay_out(completions, cfg.device), cfg.micro_tokens)
-        metrics["score"] = float(scores.mean())
-        for k, value in best_of(prompts, completions, scores, cfg.n, embedded).items():
-            metrics[f"best_of@{k}"] = value
+        scores = model_scores(scorer, batch, cfg.micro_tokens).tolist()
+        metrics["score"] = mean(scores)
+        metrics |= best_of(right, scores, cfg.n) if right else {}
     return metrics
 
 
@@ -177,7 +184,9 @@ def evaluate_scorer(cfg):
     else:
         rows = data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed)[: cfg.limit]
     pairs, _ = data.encode_pairs(rows, tokenizer, cfg.max_len, ends)
-    return rank(scorer, pairs, cfg.micro_tokens, cfg.device)[0]
+    metrics, scores = rank(scorer, pairs, cfg.micro_tokens, cfg.device)
+    print("chosen - rejected: pairs", *histogram(scores[:, 0] - scores[:, 1]), sep="\n")
+    return metrics
 
 
 if __name__ == "__main__":

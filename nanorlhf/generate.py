@@ -16,7 +16,7 @@ from tqdm import tqdm
 from nanorlhf import data
 from nanorlhf.model import load_policy
 from nanorlhf.sampler import Sampler, SamplingParams
-from nanorlhf.utils import UserError, flag, main, seed_everything, writable
+from nanorlhf.utils import UserError, flag, main, writable
 
 
 @dataclass
@@ -43,56 +43,54 @@ def generate(cfg):
     if [bool(cfg.prompt), bool(cfg.prompts), cfg.interactive].count(True) != 1:
         raise UserError("give one of --prompt, --prompts and --interactive")
     out = None if cfg.out == "-" else writable(cfg.out)
-    seed_everything(cfg.seed)
     params = SamplingParams(
         n=cfg.n, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
         repetition_penalty=cfg.repetition_penalty, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
     rows = read_prompts(cfg)
-    model, tokenizer = load_policy(cfg.model, cfg.device)
-    sampler = Sampler(model, tokenizer)
+    sampler = Sampler(*load_policy(cfg.model, cfg.device))
     opening = [{"role": "system", "content": cfg.system}] if cfg.system else []
     if cfg.interactive:
-        return converse(sampler, tokenizer, params, opening)
+        return converse(sampler, params, opening)
     if opening:
         rows = [{"messages": opening + data.to_prompt(row)[0]} for row in rows]
-    prompts = data.encode_prompts(rows, tokenizer, cfg.max_len)
+    prompts = data.encode_prompts(rows, sampler.tokenizer, cfg.max_len)
     completions = sampler.generate([ids for ids, _ in prompts], params, progress=len(prompts) > 1)
-    refused = [c for c in completions if c.finish_reason == "refused"]
-    completions = [c for c in completions if c.finish_reason != "refused"]
     answers = [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
                 "finish": c.finish_reason, "tokens": len(c.token_ids),
-                "logprob": round(sum(c.logprobs), 4)} for c in completions]
+                "logprob": round(sum(c.logprobs), 4)}
+               for c in completions if c.finish_reason != "refused"]
     if out:
         out.write_text("".join(json.dumps(answer) + "\n" for answer in answers))
-    for answer in [] if out else answers:
-        tqdm.write((f"--- {answer['prompt']}\n" if len(answers) > 1 else "") + answer["response"])
-    if refused:
-        raise UserError(f"{len(refused)} not answered; {refused[0].text}")
+    else:
+        for answer in answers:
+            tqdm.write((f"--- {answer['prompt']}\n" if answers[1:] else "") + answer["response"])
+    if len(answers) < len(completions):
+        reason = next(c.text for c in completions if c.finish_reason == "refused")
+        raise UserError(f"{len(completions) - len(answers)} not answered; {reason}")
 
 
 def read_prompts(cfg):
     """Rows {prompt, ...} of --prompt or of the file --prompts."""
-    if not cfg.prompts:
-        return [{"prompt": cfg.prompt}]
-    if not cfg.prompts.endswith(".txt"):
-        return data.load_rows(cfg.prompts)
-    if not Path(cfg.prompts).is_file():
-        raise UserError(f"no file {cfg.prompts}")
-    lines = [line.strip() for line in Path(cfg.prompts).read_text("utf-8-sig").splitlines()]
-    return [{"prompt": line} for line in lines if line]
+    path = Path(cfg.prompts)
+    if path.suffix != ".txt":
+        return data.load_rows(cfg.prompts) if cfg.prompts else [{"prompt": cfg.prompt}]
+    if not path.is_file():
+        raise UserError(f"no file {path}")
+    lines = path.read_text("utf-8-sig").splitlines()
+    return [{"prompt": line.strip()} for line in lines if line.strip()]
 
 
-def converse(sampler, tokenizer, params, opening):
+def converse(sampler, params, opening):
     """A conversation on the keyboard; an empty line ends it."""
     messages = list(opening)
     print("an empty line ends the conversation", file=sys.stderr)
     with suppress(EOFError):
         while text := input("you: ").strip():
             messages.append({"role": "user", "content": text})
-            ids, _ = data.encode(messages, tokenizer, prompt_only=True)
-            completion = sampler.generate([ids], params)[0]
-            print(f"model: {completion.text}")
+            ids, _ = data.encode(messages, sampler.tokenizer, prompt_only=True)
+            [completion] = sampler.generate([ids], params)
             messages.append({"role": "assistant", "content": completion.text})
+            print(f"model: {completion.text}")
 
 
 if __name__ == "__main__":

@@ -58,11 +58,12 @@ def bradley_terry_loss(chosen, rejected, margin=None, centre_coef=0.0):
 
     chosen, rejected (P,) scores; margin (P,) or None (Llama 2 eq. 2). Bradley-Terry: InstructGPT
     eq. 1. The centring term holds the mean score near 0 (Eisenstein et al. 2023, TRL)."""
-    check_shapes(chosen=chosen, rejected=rejected, **({} if margin is None else {"margin": margin}))
+    margin = torch.zeros_like(chosen) if margin is None else margin
+    check_shapes(chosen=chosen, rejected=rejected, margin=margin)
     if chosen.dim() != 1:
         raise ValueError(f"scores must be (P,), one a reply, not {tuple(chosen.shape)}")
-    gap = chosen - rejected if margin is None else chosen - rejected - margin
-    return -F.logsigmoid(gap).sum() + centre_coef * (chosen + rejected).square().sum()
+    loss = -F.logsigmoid(chosen - rejected - margin)
+    return (loss + centre_coef * (chosen + rejected).square()).sum()
 
 
 def dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
@@ -81,15 +82,15 @@ def dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta=0.1,
         raise UserError(f"loss_type {loss_type} has no label_smoothing; use sigmoid or set it to 0")
     if loss_type == "simpo" and lengths is None:
         raise UserError("loss_type simpo averages over tokens: it needs lengths")
-    chosen, rejected = policy_chosen, policy_rejected
-    check_shapes(policy_chosen=chosen, policy_rejected=rejected)
-    if loss_type != "simpo":
-        check_shapes(policy_chosen=chosen, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
-        chosen, rejected = chosen - ref_chosen, rejected - ref_rejected
-    if lengths is not None and loss_type in ("ipo", "simpo"):
-        check_shapes(policy_chosen=chosen, chosen_length=lengths[0], rejected_length=lengths[1])
-        chosen, rejected = (h / n.clamp(min=1) for h, n in zip((chosen, rejected), lengths))
-    d = chosen - rejected
+    if loss_type == "simpo":
+        ref_chosen = ref_rejected = torch.zeros_like(policy_chosen)
+    if lengths is None or loss_type in ("sigmoid", "hinge"):
+        lengths = [torch.ones_like(policy_chosen)] * 2
+    check_shapes(policy_chosen=policy_chosen, policy_rejected=policy_rejected,
+                 ref_chosen=ref_chosen, ref_rejected=ref_rejected,
+                 chosen_length=lengths[0], rejected_length=lengths[1])
+    d = ((policy_chosen - ref_chosen) / lengths[0].clamp(min=1)
+         - (policy_rejected - ref_rejected) / lengths[1].clamp(min=1))
     if loss_type == "ipo":
         return (d - 1 / (2 * beta)).square().sum()
     if loss_type == "hinge":
@@ -132,23 +133,19 @@ def gae(rewards, values, mask, gamma, lam, cu_seqlens=None):
     *unmasked* position, so that holes (tool tokens) are skipped, as in verl; OpenRLHF has V = 0
     there. V past the end is 0. Both results are 0 where mask is 0."""
     check_shapes(rewards=rewards, values=values, mask=mask)
+    keep, dtype = mask.flatten() > 0, torch.promote_types(values.dtype, torch.float32)
     if cu_seqlens is None:
-        step = max(rewards.shape[-1], 1)
-        cu_seqlens = torch.arange(0, rewards.numel() + 1, step, device=rewards.device)
-    used = mask.flatten().nonzero()[:, 0]  # (M,) the unmasked tokens
-    row = torch.bucketize(used, cu_seqlens[1:], right=True)  # (M,) sequence of each
-    count = torch.bincount(row, minlength=len(cu_seqlens) - 1)  # (B,)
-    column = torch.arange(len(used), device=row.device) - (count.cumsum(0) - count)[row]
-    steps = int(count.max()) if len(used) else 0
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    r, v, A = values.new_zeros((3, len(count), steps + 1), dtype=dtype)  # left-aligned, no holes
-    r[row, column] = rewards.flatten()[used].to(dtype)
-    v[row, column] = values.flatten()[used].to(dtype)
-    for t in reversed(range(steps)):
-        A[:, t] = r[:, t] + gamma * v[:, t + 1] - v[:, t] + gamma * lam * A[:, t + 1]
-    advantages, returns = values.new_zeros((2, values.numel()), dtype=dtype)
-    advantages[used], returns[used] = A[row, column], (A + v)[row, column]
-    return advantages.view(values.shape), returns.view(values.shape)
+        cu_seqlens = torch.arange(mask.shape[:-1].numel() + 1, device=mask.device) * mask.shape[-1]
+    counts = F.pad(keep.cumsum(0), (1, 0))[cu_seqlens].diff()  # (B,) unmasked tokens of each
+    places = torch.arange(int(counts.max()) + 1, device=counts.device)  # (T + 1,)
+    real = places < counts[:, None]  # (B, T + 1): left-aligned, without holes
+    r, V, A = values.new_zeros((3, *real.shape), dtype=dtype)
+    r[real], V[real] = (x.flatten()[keep].to(dtype) for x in (rewards, values))
+    for t in reversed(range(len(places) - 1)):
+        A[:, t] = r[:, t] + gamma * V[:, t + 1] - V[:, t] + gamma * lam * A[:, t + 1]
+    out = values.new_zeros((2, values.numel()), dtype=dtype)
+    out[0, keep], out[1, keep] = A[real], (A + V)[real]
+    return out.view(2, *values.shape).unbind()
 
 
 def masked_moments(x, mask):
@@ -199,22 +196,19 @@ def group_advantages(rewards, group_size, kind):
     if kind not in ("grpo", "dr_grpo", "rloo"):
         raise UserError(f"unknown kind of advantage {kind!r}; choose one of grpo, dr_grpo, rloo")
     if group_size < 2:
-        raise UserError("group_size must be at least 2: a sample is judged against the others of "
-                        "its group, and a group of one has none")
+        raise UserError("group_size must be at least 2: an answer is judged against the others")
     if rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(f"rewards {tuple(rewards.shape)} are not whole groups of {group_size}")
     R = rewards.reshape(-1, group_size).to(torch.promote_types(rewards.dtype, torch.float32))
-    absent = R.isnan()
-    n = (~absent).sum(1, keepdim=True)
-    low, high = R.masked_fill(absent, torch.inf).amin(1), R.masked_fill(absent, -torch.inf).amax(1)
-    flat = ~(high > low)[:, None]  # by comparison: the mean of equal numbers may be off by one ulp
+    n = (~R.isnan()).sum(1, keepdim=True).clamp(min=2)
+    # Against the best first: equal rewards become exact zeros, which their mean need not be.
+    R = R - R.masked_fill(R.isnan(), -torch.inf).amax(1, keepdim=True)
     centred = R - R.nansum(1, keepdim=True) / n
     if kind == "grpo":
-        std = (centred.square().nansum(1, keepdim=True) / (n - 1)).sqrt()
-        centred = centred / (std + 1e-6)
+        centred = centred / ((centred.square().nansum(1, keepdim=True) / (n - 1)).sqrt() + 1e-6)
     elif kind == "rloo":
         centred = centred * n / (n - 1)
-    return centred.masked_fill(absent | flat, 0).view(-1)
+    return centred.nan_to_num(0).view(-1)
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
             rollout.ref_logp, _ = score(reference)
     metrics = rollout_metrics(rollout, entropy)
     for name, values in right_answers(prompts, completions, config.data == "toy").items():
-        metrics[name] = mean([v for v in values if v is not None])
+        metrics[name] = mean(values)
     unjudged = rollout.scores.isnan()
     rollout.loss_mask = rollout.loss_mask * ~unjudged[rollout.row]
     if unjudged.all():
@@ -106,9 +106,8 @@ def lay_out(completions, device="cpu"):
     rows = [(c.prompt_ids + c.token_ids, [0] * len(c.prompt_ids) + [1] * len(c.token_ids))
             for c in completions]
     rollout = Rollout.from_rows(rows)
-    rollout.sampler_logp = torch.zeros(len(rollout.input_ids))
-    rollout.sampler_logp[rollout.loss_mask.bool()] = torch.tensor(
-        [logp for c in completions for logp in c.logprobs])
+    rollout.sampler_logp = torch.zeros(len(rollout.input_ids)).masked_scatter(
+        rollout.loss_mask > 0, torch.tensor([logp for c in completions for logp in c.logprobs]))
     rollout.group = torch.tensor([c.prompt_index for c in completions])
     rollout.stopped = torch.tensor([c.finish_reason == "stop" for c in completions])
     return rollout.to(device)
@@ -116,18 +115,21 @@ def lay_out(completions, device="cpu"):
 
 def judge(rollout, completions, prompts, reward, micro_tokens):
     """(B,) scores of the answers by a reward model, which reads the sampled ids, or by a function
-    over texts, which also gets the columns of prompts [(ids, columns)]; NaN where it abstains."""
+    over texts; NaN where it abstains."""
     if isinstance(reward, torch.nn.Module):
         return model_scores(reward, rollout, micro_tokens)
-    columns = [prompts[c.prompt_index][1] for c in completions]
-    ours = {"prompt", "prompts", "completions", "finish_reasons"}
-    names = sorted({name for row in columns for name in row} - ours)
-    scores = call_reward(
-        reward, [row["prompt"] for row in columns], [c.text for c in completions],
-        finish_reasons=[c.finish_reason for c in completions],
-        **{name: [row.get(name) for row in columns] for name in names})
+    scores = by_function(reward, prompts, completions)
     return torch.tensor([float("nan") if score is None else score for score in scores],
                         device=rollout.input_ids.device)
+
+
+def by_function(reward, prompts, completions):
+    """What a reward function says of each answer; it also gets the columns of the prompts."""
+    rows = [prompts[c.prompt_index][1] for c in completions]
+    names = sorted(rows[0].keys() - {"prompt", "prompts", "completions", "finish_reasons"})
+    return call_reward(reward, [row["prompt"] for row in rows], [c.text for c in completions],
+                       finish_reasons=[c.finish_reason for c in completions],
+                       **{name: [row[name] for row in rows] for name in names})
 
 
 @torch.no_grad()
@@ -146,20 +148,18 @@ def score_tokens(model, batch, temperature, micro_tokens):
 
 def right_answers(prompts, completions, embedded):
     """{name: list of 0/1/None}: what can be said about each answer without a model."""
-    columns = [prompts[c.prompt_index][1] for c in completions]
-    texts, questions = [c.text for c in completions], [row["prompt"] for row in columns]
     if embedded:
-        reasons = [c.finish_reason for c in completions]
-        return {"gold_score": toy.gold_reward(questions, texts, finish_reasons=reasons),
-                "worked_share": [float(toy.is_worked(text)) for text in texts]}
-    if all("answer" in row for row in columns):
-        answers = [row["answer"] for row in columns]
-        return {"accuracy": call_reward(math_reward, questions, texts, answer=answers)}
+        return {"gold_score": by_function(toy.gold_reward, prompts, completions),
+                "worked_share": [float(toy.is_worked(c.text)) for c in completions]}
+    if "answer" in prompts[0][1]:
+        return {"accuracy": by_function(math_reward, prompts, completions)}
     return {}
 
 
 def mean(values):
-    return sum(values) / len(values) if values else float("nan")
+    """Of those that are not None; NaN if there are none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else float("nan")
 
 
 def warn_if_hopeless(completions, max_new_tokens, reward):
@@ -178,17 +178,15 @@ def warn_if_hopeless(completions, max_new_tokens, reward):
 def rollout_metrics(rollout, entropy):
     """What every RL script logs of an iteration (field's names, means over tokens or responses)."""
     mask = rollout.loss_mask > 0
-    tokens = mask.sum()
-    lengths = torch.zeros(len(rollout), device=mask.device).index_add(0, rollout.row, mask.float())
-    valid = rollout.scores[~rollout.scores.isnan()]
+    tokens, reward_mean = mask.sum(), rollout.scores.nanmean()
     gap = (rollout.old_logp - rollout.sampler_logp)[mask].abs()
     metrics = {
-        "reward_mean": valid.mean() if len(valid) else float("nan"),
-        "reward_std": valid.std(correction=0) if len(valid) else float("nan"),
+        "reward_mean": reward_mean,
+        "reward_std": (rollout.scores - reward_mean).square().nanmean().sqrt(),
         "unjudged": int(rollout.scores.isnan().sum()),
         "entropy": (entropy * mask).sum() / tokens,
         "sampler_gap": gap.max(),
-        "response_length": lengths.mean(),
+        "response_length": tokens / len(rollout),
         "eos_rate": rollout.stopped.float().mean(),
     }
     if rollout.ref_logp is not None:

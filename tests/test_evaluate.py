@@ -1,0 +1,61 @@
+"""What evaluate prints: numbers by hand."""
+
+import json
+
+import pytest
+import torch
+
+from launch import run
+from nanorlhf import evaluate, toy
+from nanorlhf.model import save_model
+
+
+def test_histogram_of_margins():
+    lines = evaluate.histogram(torch.tensor([-2.0, -1.9, 0.5, 1.1, 1.9, 4.0, 0.1, 0.2]), bins=4)
+    assert [line.split() for line in lines] == [
+        ["-4.000", "to", "-2.000", "0"],
+        ["-2.000", "to", "0.000", "2", "#" * 16],  # a value on a border lies above it
+        ["0.000", "to", "2.000", "5", "#" * 40],
+        ["2.000", "to", "4.000", "1", "#" * 8]]  # the largest is in
+    lines = evaluate.histogram(torch.zeros(3))  # a head that starts at zero
+    assert [int(line.split()[3]) for line in lines] == [0] * 5 + [3] + [0] * 4
+
+
+def test_rank_and_length_bias_by_hand(monkeypatch):
+    """Pairs whose chosen answer is longer, shorter, and as long; all ranked by length alone."""
+    lengths = (3, 1), (4, 2), (5, 1), (1, 3), (2, 2)
+    pairs = [(([0] * chosen, None), ([0] * rejected, None)) for chosen, rejected in lengths]
+    scores = torch.tensor([[3., 1], [4, 2], [5, 1], [1, 3], [2, 2]])
+    monkeypatch.setattr(evaluate, "pair_scores", lambda *_: scores)
+    metrics, _ = evaluate.rank(None, pairs)
+    assert metrics["accuracy"] == pytest.approx(3 / 5)
+    assert metrics["length_bias"] == pytest.approx(1 - 3 / 4)
+    assert metrics["margin"] == pytest.approx((2 + 2 + 4 - 2 + 0) / 5)
+
+
+def test_pass_at_k_and_best_of_k():
+    assert evaluate.pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)
+    found = evaluate.best_of([0, 1, 0, 1, 1, None, 1, 0], [1., 2, 3, 0, 5, 9, 5, 5], n=4)
+    assert found == {"best_of@1": 0.5, "best_of@2": 1.0, "best_of@4": 0.0}  # None is left out
+
+
+@pytest.mark.parametrize("base, kl", [("same", True), ("other", False)])
+def test_kl_from_a_base_model(tmp_path, base, kl):
+    for seed, name in enumerate(("same", "other")):
+        save_model(toy.new_model(seed), toy.tokenizer(), tmp_path / name)
+    found = evaluate.evaluate_policy(evaluate.Config(
+        model=str(tmp_path / "same"), base=str(tmp_path / base), limit=4, max_new_tokens=8,
+        device="cpu"))
+    assert (abs(found["kl"]) < 1e-5) is kl
+
+
+def test_a_reward_model_s_histogram_is_printed(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in toy.pairs(4)))
+    result = run("train_rm.py", "--model", "toy", "--data", file, "--out", "rm", "--max_steps", 1,
+                 cwd=tmp_path)
+    assert result.status == 0, result.err
+    result = run("nanorlhf.evaluate", "--model", "rm", "--data", file, cwd=tmp_path)
+    assert result.status == 0, result.err
+    assert "chosen - rejected" in result.out and result.out.count(" to ") == 10
+    assert "length_bias" in result.out
