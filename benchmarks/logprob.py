@@ -2,13 +2,18 @@
 
     python benchmarks/logprob.py                                          CPU, fp32
     python benchmarks/logprob.py --device cuda --tokens 8192 --vocab 151936 --hidden 4096
+    python benchmarks/logprob.py --scripts      what it does to train_sft.py and train_grpo.py
 
 Every run of every method is a process of its own, the methods take turns, the best of --repeats
 runs counts. On a CPU the time is the process's CPU time on one thread (other jobs on the machine
 disturb it least) and the memory is that of the process at its peak less that before; on a GPU it
 is time between events, after a first run, and memory as torch's allocator counts it. The gradients
-of hidden and weight, which every method returns, count as memory. Writes results/logprob.json, .md
+of hidden and weight, which every method returns, count as memory. "gradient in forward" is told
+the gradient of the log-probs beforehand, as train_sft.py does. Writes results/logprob.json, .md
 and .png (with --device cuda logprob-cuda.*).
+
+--scripts runs two steps of train_sft.py and train_grpo.py on a random model of SmolLM2-135M's
+shape, once with our head and once with the plain form of it: results/logprob-scripts.md.
 """
 
 import argparse
@@ -16,6 +21,7 @@ import json
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -79,9 +85,9 @@ def cut_cross_entropy(hidden, weight, targets, entropy):
     return -linear_cross_entropy(hidden, weight, targets, reduction="none"), None
 
 
-def ours(hidden, weight, targets, entropy):
+def ours(hidden, weight, targets, entropy, upstream=None):
     from nanorlhf.logprob import token_logprobs
-    return token_logprobs(hidden, weight, targets)
+    return token_logprobs(hidden, weight, targets, upstream=upstream)
 
 
 METHODS = {  # name: (function, knows entropy, needs)
@@ -93,6 +99,7 @@ METHODS = {  # name: (function, knows entropy, needs)
     "Liger": (liger, False, "liger_kernel"),
     "cut-cross-entropy": (cut_cross_entropy, False, "cut_cross_entropy"),
     "nanorlhf": (ours, True, None),
+    "nanorlhf, gradient in forward": (ours, False, None),
 }
 
 
@@ -115,8 +122,9 @@ def process_mb(key):
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(key)), 0.0)
 
 
-def measure(fn, args):
+def measure(method, args):
     """{forward, backward: seconds, extra_mb} of one forward and backward pass."""
+    fn, _, _ = METHODS[method]
     cuda = args.device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     torch.manual_seed(0)
@@ -135,7 +143,8 @@ def measure(fn, args):
     def run(hidden, weight, targets, g):
         leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
         times = [clock()]
-        logp, entropy = fn(*leaves, targets, args.entropy)
+        known = {"upstream": g[0]} if "gradient in" in method else {}
+        logp, entropy = fn(*leaves, targets, args.entropy, **known)
         times.append(clock())
         loss = (logp * g[0]).sum()
         if args.entropy:
@@ -156,6 +165,39 @@ def measure(fn, args):
     extra = ((torch.cuda.max_memory_allocated() - before) / 2**20 if cuda
              else process_mb("VmHWM") - before)
     return {"forward": forward, "backward": backward, "extra_mb": extra}
+
+
+# --- the scripts, with our head and with the plain one --------------------------------------------
+
+
+def run_script(task, head, folder):
+    """Print what benchmarks/train.py measures of two steps of a script."""
+    import train
+    from nanorlhf import logprob
+    plan = train.SIZES["135m"] | {"new": 128}
+    if head == "plain":
+        logprob.token_logprobs = lambda *args, upstream=None, **kwargs: (
+            logprob.token_logprobs_reference(*args, **kwargs))
+    clock = train.run_ours(task, plan, Path(folder))
+    steps = plan["rl_steps" if task == "grpo" else "steps"]
+    print(json.dumps(clock.result(steps, plan[train.BATCH[task]])))
+
+
+def scripts():
+    import train
+    lines = ["# The head inside the scripts: a 135M-shaped model, fp32, one CPU thread", "",
+             "| script | head | seconds a step | MB above the imports |", "|---|---|---|---|"]
+    with tempfile.TemporaryDirectory() as folder:
+        train.make_inputs("135m", Path(folder))
+        for task in ("sft", "grpo"):
+            for head in ("plain", "ours"):
+                out = subprocess.run([sys.executable, __file__, "--script", task, head, folder],
+                                     check=True, capture_output=True, text=True).stdout
+                found = json.loads(out.splitlines()[-1])
+                lines.append(f"| train_{task}.py | {head} | {found['seconds_per_step']:.1f} | "
+                             f"{found['extra_mb']:.0f} |")
+                print(lines[-1], flush=True)
+    (RESULTS / "logprob-scripts.md").write_text("\n".join(lines) + "\n")
 
 
 # --- all of them ----------------------------------------------------------------------------------
@@ -199,7 +241,7 @@ def draw(tables, path, title):
     figure, axes = plt.subplots(len(tables), 2, figsize=(10, 2.6 * len(tables)), squeeze=False)
     for row, (entropy, results) in zip(axes, tables.items()):
         names = list(results)[::-1]
-        colours = ["tab:orange" if name == "nanorlhf" else "tab:gray" for name in names]
+        colours = ["tab:orange" if name.startswith("nanorlhf") else "tab:gray" for name in names]
         for axis, values, label in (
                 (row[0], [results[n]["forward"] + results[n]["backward"] for n in names],
                  "seconds, forward + backward"),
@@ -223,11 +265,19 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--method", choices=METHODS, help="measure this one, print JSON, stop")
     parser.add_argument("--entropy", action="store_true", help="with --method: entropy too")
+    parser.add_argument("--scripts", action="store_true", help="measure the scripts instead")
+    parser.add_argument("--script", nargs=3, metavar=("TASK", "HEAD", "FOLDER"),
+                        help="measure one of them, print JSON, stop")
     args = parser.parse_args()
-    if args.method:
-        sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(ROOT))
+    if args.method or args.script:
         torch.set_num_threads(1)
-        print(json.dumps(measure(METHODS[args.method][0], args)))
+    if args.script:
+        return run_script(*args.script)
+    if args.scripts:
+        return scripts()
+    if args.method:
+        print(json.dumps(measure(args.method, args)))
         return
     size = [f"--{key}={getattr(args, key)}" for key in ("device", "tokens", "vocab", "hidden")]
     jobs = [(entropy, name) for entropy in (False, True) for name in METHODS
