@@ -79,7 +79,7 @@ def pair_scores(scorer, pairs, micro_tokens, device):
     return torch.cat(parts).view(-1, 2)
 
 
-def rank(scorer, pairs, micro_tokens=16384, device="cpu"):
+def rank(scorer, pairs, micro_tokens=4096, device="cpu"):
     """(metrics, (P, 2) scores) of a reward model on encoded pairs. `length_bias`: how much oftener
     the longer answer is scored higher than it was chosen by the annotator."""
     scores = pair_scores(scorer, pairs, micro_tokens, device)
@@ -123,7 +123,7 @@ class Config:
     temperature: float = flag(1.0, "sampling temperature; 0: greedy")
     max_new_tokens: int = flag(96, "longest answer")
     max_len: int = flag(1024, "longest row in tokens")
-    micro_tokens: int = flag(16384, "tokens of one forward pass")
+    micro_tokens: int = flag(4096, "tokens of one forward pass")
     base: str = flag("", "with a policy: also its KL per answer from this start model")
     reward_model: str = flag("", "with a policy and --n: best-of-n under this reward model")
     pairs_from: str = flag("", "with a reward model on toy: pairs sampled from this policy")

@@ -53,7 +53,7 @@ class Common:
     epochs: int = flag(1, "passes over the training rows")
     max_steps: int = flag(0, "stop after this many optimiser steps; 0: epochs decide")
     batch_size: int = flag(64, "rows (pairs, prompts) of one optimiser step")
-    micro_tokens: int = flag(16384, "tokens of one forward pass; lower it when memory runs out")
+    micro_tokens: int = flag(4096, "tokens of one forward pass; lower it when memory runs out")
     max_len: int = flag(1024, "longest row in tokens, at most what the model reads")
     warmup_ratio: float = flag(0.05, "share of the steps in which the learning rate rises")
     weight_decay: float = flag(0.0, "AdamW weight decay of the matrices")
