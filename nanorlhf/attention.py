@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from nanorlhf import decode_kernel
+
 # Keywords that models pass along and that change nothing for us.
 HARMLESS = {"position_ids", "use_cache", "dropout", "is_causal", "output_attentions", "cache",
             "cache_position", "past_key_values", "return_dict", "logits_to_keep", "labels",
@@ -86,7 +88,10 @@ def lay(counts, starts, device, tables=None, block_size=1):
     """
     ends, offsets = starts + counts, counts.cumsum() - counts
     rectangles, back, laid = [], np.empty(counts.sum(), dtype=np.int64), 0
-    for group in similar_lengths(counts.tolist(), ends.tolist()):
+    sizes = ends
+    if tables is not None and decode_kernel.usable(device):
+        sizes = np.where(counts == 1, 1, ends)  # one launch takes all lengths
+    for group in similar_lengths(counts.tolist(), sizes.tolist()):
         count, start, offset = (x[group, None] for x in (counts, starts, offsets))  # (B, 1)
         longest, steps = ends[group].max(), np.arange(count.max())  # S, (T,)
         inside = np.minimum(steps, count - 1)  # (B, T), padding repeats the last token
@@ -165,6 +170,11 @@ def attention(module, query, key, value, attention_mask=None, scaling=None, layo
     for part in layout.rectangles:
         (B, T), (H, D), K = part.positions.shape, query.shape[1:], key.shape[1]
         q = pick(query, part.queries)
+        if T == 1 and part.blocks is not None and decode_kernel.usable(q.device):
+            outputs.append(decode_kernel.paged_decode(
+                q, layout.cache.pools[module.layer_idx], part.blocks, part.positions[:, 0],
+                layout.cache.block_size, scaling, sliding_window, softcap))
+            continue
         # In a decode, the heads that share a key head stand as queries of one head.
         q = q.view(B, K, H // K, D) if T == 1 else q.view(B, T, H, D).transpose(1, 2)
         if part.blocks is None:
