@@ -65,7 +65,7 @@ def loads(shape):
         "equal lengths, 32": Load([32] * 32, [32] * 32, 32),
         "the same, sampled": Load([32] * 32, [32] * 32, 32, temperature=1.0),
         "geometric lengths, 16 at once": Load([32] * 64, geometric(64, 40, 160), 16),
-        "8 samples of a prompt": Load([256] * 2, [32] * 2, 16, n=8),
+        "8 samples of a prompt": Load([256] * 2, [32] * 2, 16, n=8, temperature=1.0),
     }
 
 
@@ -153,25 +153,167 @@ def generate_batch(model, prompts, load):
     return [done[key] for key in sorted(done, key=lambda k: (int(k.split("_")[0]), k))], {}
 
 
+def vllm(model, prompts, load):
+    """On CUDA, where it is installed: the same weights through a saved checkpoint."""
+    from tempfile import TemporaryDirectory
+
+    from vllm import LLM, SamplingParams as Params
+    if not hasattr(model, "vllm"):
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model.vllm = [LLM(folder, skip_tokenizer_init=True, max_num_seqs=load.slots)]
+    params = [Params(n=load.n, temperature=load.temperature, max_tokens=length, ignore_eos=True,
+                     detokenize=False) for length in load.lengths]
+    out = model.vllm[0].generate([{"prompt_token_ids": p} for p in prompts], params)
+    return [list(o.token_ids) for request in out for o in request.outputs], {}
+
+
 ENGINES = {"nanorlhf": ours, "generate": generate, "generate_batch": generate_batch}
 
+
+# --- the limit ------------------------------------------------------------------------------------
+
+
+def clock(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def machine_rates(model):
+    """(bytes/s of a matrix times a vector too large for any cache, flop/s of a large product)."""
+    dtype, device, rates = model.dtype, model.device, []
+    for n, m, k in ((16384, 1, 8192), (2048, 2048, 2048)):
+        a, b = (torch.ones(shape, dtype=dtype, device=device) for shape in ((n, k), (k, m)))
+        times = []
+        for _ in range(5):
+            began = clock(device.type)
+            a @ b
+            times.append(clock(device.type) - began)
+        rates.append((a.nbytes if m == 1 else 2 * n * m * k) / min(times))
+    return rates
+
+
+def limit(model, prompts, load, steps, rates):
+    """Least seconds for the decode of a load in so many steps."""
+    config, weights = model.config, sum(p.numel() for p in model.parameters())  # tied head: once
+    head_dim = config.hidden_size // config.num_attention_heads
+    kv = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim  # of one token
+    tokens = load.n * sum(load.lengths)
+    context = load.n * sum(length * len(p) + length * (length - 1) // 2
+                           for p, length in zip(prompts, load.lengths))
+    read = (steps * weights + context * kv) * model.dtype.itemsize
+    return max(read / rates[0], 2 * weights * tokens / rates[1])
+
+
+# --- runs, tables, picture ------------------------------------------------------------------------
+
+
+def measure(model, load, engines, repeats, rates):
+    """All numbers of one load."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, model.config.vocab_size, (n,), generator=generator).tolist()
+               for n in load.prompts]
+    seconds, outputs = {name: [] for name in engines}, {}
+    for _ in range(repeats):
+        for name, engine in engines.items():
+            began = clock(model.device.type)
+            outputs[name], stats = engine(model, prompts, load)
+            seconds[name].append(clock(model.device.type) - began)
+            if name == "nanorlhf":
+                numbers = {key: stats[key] for key in ("steps", "kv_waste", "peak_blocks",
+                           "preemptions", "prefix_blocks_saved", "mean_batch")}
+    lengths = [length for length in load.lengths for _ in range(load.n)]
+    assert all([*map(len, rows)] == lengths for rows in outputs.values())
+    best = {name: min(times) for name, times in seconds.items()}
+    numbers |= {"seconds": best, "tokens": sum(lengths), "same_tokens": {
+        name: sum(a == b for a, b in zip(rows, outputs["nanorlhf"])) / len(lengths)
+        for name, rows in outputs.items()},
+        "share_of_limit": limit(model, prompts, load, numbers["steps"], rates) / best["nanorlhf"]}
+    if load.temperature == 0:
+        for size in (4, 8):
+            if len(lengths) > 64:
+                numbers[f"kv_waste_{size}"] = ours(model, prompts, load, block_size=size)[1][
+                    "kv_waste"]
+    if load.n > 1:  # every sample a prompt of its own
+        alone = Load(load.prompts * load.n, load.lengths * load.n, load.slots)
+        numbers["peak_blocks_unshared"] = ours(model, prompts * load.n, alone)[1]["peak_blocks"]
+    return numbers
+
+
+def markdown(results):
+    lines = []
+    for shape, table in results["shapes"].items():
+        lines += [f"{shape}: {results['models'][shape]}", "",
+                  "| load | tokens/s | over generate | over generate_batch | share of limit | "
+                  "KV waste at block size 16, 8, 4 | blocks |", "|---|---|---|---|---|---|---|"]
+        for name, n in table.items():
+            ours, *others = n["seconds"].values()
+            waste = ", ".join(f"{100 * w:.1f} %" for w in (n["kv_waste"], n.get("kv_waste_8"),
+                                                          n.get("kv_waste_4")) if w is not None)
+            blocks = f"{n['peak_blocks']}"
+            if "peak_blocks_unshared" in n:
+                blocks += f" ({n['peak_blocks_unshared']} unshared)"
+            ratios = " | ".join(f"{other / ours:.2f}x" for other in others)
+            lines.append(f"| {name} | {n['tokens'] / ours:.0f} | {ratios} | "
+                         f"{100 * n['share_of_limit']:.0f} % | {waste} | {blocks} |")
+        lines.append("")
+    return "\n".join(lines) + "\n".join(f"{k}: {v}" for k, v in results["machine"].items()) + "\n"
+
+
+def picture(results, path):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, len(results["shapes"]), figsize=(12, 4), squeeze=False)
+    for ax, (shape, table) in zip(axes[0], results["shapes"].items()):
+        for i, engine in enumerate(next(iter(table.values()))["seconds"]):
+            speed = [n["seconds"]["generate"] / n["seconds"][engine] for n in table.values()]
+            ax.barh([y + 0.27 * (1 - i) for y in range(len(table))], speed, 0.25, label=engine)
+        ax.set_yticks(range(len(table)), table)
+        ax.invert_yaxis()
+        ax.set(title=shape, xlabel="speed, generate = 1")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def processor():
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(": ")[1] for line in lines if "model name" in line),
+                platform.processor())
+
+
 if __name__ == "__main__":
-    import sys
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=["all", "135m", "tiny"], default="all")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--repeats", type=int, default=2)
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    shape = sys.argv[1]
-    model = new_model(shape)
-    gen = torch.Generator().manual_seed(0)
-    for name, load in loads(shape).items():
-        if len(sys.argv) > 2 and sys.argv[2] not in name:
-            continue
-        prompts = [torch.randint(3, model.config.vocab_size, (n,), generator=gen).tolist() for n in load.prompts]
-        best = {}
-        outs = {}
-        for _ in range(int(sys.argv[3]) if len(sys.argv) > 3 else 2):
-            for e, fn in ENGINES.items():
-                if len(sys.argv) > 4 and e not in sys.argv[4]: continue
-                t = time.process_time()
-                outs[e], stats = fn(model, prompts, load)
-                best[e] = min(best.get(e, 1e9), time.process_time() - t)
-        print(name, {e: round(s, 3) for e, s in best.items()}, {e: round(s / best["nanorlhf"], 2) for e, s in best.items()},
-              [sum(a == b for a, b in zip(outs["nanorlhf"], o)) for o in outs.values()], [len(o) for o in outs.values()], flush=True)
+    if args.device == "cuda" and find_spec("vllm"):
+        ENGINES["vllm"] = vllm
+    results = {"shapes": {}, "models": {}, "machine": {
+        "processor": processor() if args.device == "cpu" else torch.cuda.get_device_name(),
+        "cores": os.cpu_count(), "threads": 1, "torch": torch.__version__,
+        "transformers": transformers.__version__}}
+    for shape in ["135m", "tiny"] if args.shape == "all" else [args.shape]:
+        model = new_model(shape).to(args.device)
+        if args.device == "cuda":
+            model = model.to(torch.bfloat16)
+        rates = machine_rates(model)
+        count = sum(p.numel() for p in model.parameters())
+        results["models"][shape] = (f"{count / 1e6:.1f} million weights, {model.dtype}, "
+                                    f"{rates[0] / 1e9:.1f} GB/s, {rates[1] / 1e9:.0f} GFLOP/s")
+        table = results["shapes"][shape] = {}
+        for name, load in loads(shape).items():
+            table[name] = measure(model, load, ENGINES, args.repeats, rates)
+            print(shape, name, {k: round(v, 2) for k, v in table[name]["seconds"].items()},
+                  flush=True)
+    path = RESULTS / ("sampler" if args.device == "cpu" else "sampler-cuda")
+    path.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    path.with_suffix(".md").write_text(markdown(results))
+    picture(results, path.with_suffix(".png"))
+    print(markdown(results))

@@ -93,17 +93,17 @@ def lay(counts, starts, device, tables=None, block_size=1):
         sizes = np.where(counts == 1, 1, ends)  # one launch takes all lengths
     for group in similar_lengths(counts.tolist(), sizes.tolist()):
         count, start, offset = (x[group, None] for x in (counts, starts, offsets))  # (B, 1)
-        longest, steps = ends[group].max(), np.arange(count.max())  # S, (T,)
+        S, steps = int(ends[group].max()), np.arange(count.max())  # steps (T,)
         inside = np.minimum(steps, count - 1)  # (B, T), padding repeats the last token
         queries, real = (offset + inside).ravel(), (steps < count).ravel()
         back[queries[real]] = laid + real.nonzero()[0]
         laid += len(real)
-        one_slice = (np.diff(queries) == 1).all()  # taken without a copy
-        rectangles.append(Rectangle(
-            slice(int(queries[0]), int(queries[-1]) + 1) if one_slice else on(device, queries),
-            on(device, start + inside),
-            None if tables is None else on(device, tables[group, :-(-longest // block_size)]),
-            int(longest), len(steps) in (1, longest) and bool((start == longest - len(steps)).all())))
+        # A slice is taken without a copy.
+        queries = (slice(int(queries[0]), int(queries[-1]) + 1) if (np.diff(queries) == 1).all()
+                   else on(device, queries))
+        blocks = None if tables is None else on(device, tables[group, :-(-S // block_size)])
+        full = len(steps) in (1, S) and bool((start == S - len(steps)).all())
+        rectangles.append(Rectangle(queries, on(device, start + inside), blocks, S, full))
     in_order = laid == len(back) and (np.diff(back) == 1).all()  # the rectangles are the N tokens
     return rectangles, None if in_order else on(device, back)
 

@@ -31,8 +31,9 @@ SHARE = 256  # fewest keys worth a split
 
 def usable(device):
     """From compute capability 8.0 on: below, Triton has no tensor cores."""
-    return (triton is not None and device.type == "cuda" and os.environ.get("NANORLHF_TRITON") != "0"
-            and torch.cuda.get_device_capability(device) >= (8, 0))
+    if triton is None or device.type != "cuda" or os.environ.get("NANORLHF_TRITON") == "0":
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def splits_for(programs, length, device):

@@ -4,11 +4,11 @@
     for c in sampler.generate(["1+1=", "2+2="], SamplingParams(n=4, seed=0)):
         print(c.prompt_index, c.index, c.text, c.finish_reason)
 
-A step either *prefills* (admits waiting groups and brings their prompts into the cache) or
-*decodes* (one token for every running sample). A group is the n samples of one prompt, which is
-prefilled once and whose blocks they share (cache.py). When blocks run out, the sample that joined
-last is pre-empted: it gives its blocks back and waits again, as a group of one whose prompt is all
-it has so far.
+Every pass through the model takes one token of each running sample (*decode*) and, beside them, a
+bounded piece of the prompts that still have to be read, so that a long prompt stalls nobody. A
+group is the n samples of one prompt: the first reads it, and all share its blocks (cache.py). When
+blocks run out, the sample that joined last is pre-empted: it gives its blocks back and waits
+again, as a group of one whose prompt is all it has so far.
 
 What is promised:
 
@@ -118,7 +118,8 @@ def choose(logits, uniform, temperature, repetition_penalty=None, history=None, 
     """logits (R, V) -> tokens (R,) and their log-probs (R,).
 
     uniform (R,) in [0, 1); history (R, T) the tokens so far; temperature (R, 1) on the CPU, where
-    looking at it waits for no GPU; the others (R, 1), or None where no row uses them. What others use does not touch a row: a filter that is off changes no bit.
+    looking at it waits for no GPU; the others (R, 1), or None where no row uses them. What others
+    use does not touch a row: a filter that is off changes no bit.
     """
     logits, greedy = logits.float(), temperature == 0
     temperature = temperature.masked_fill(greedy, 1.0).to(logits.device)
@@ -212,12 +213,12 @@ class Scheduler:
                     self.preempt(self.running[-1])
 
     def preempt(self, last):
+        """Back to the head of the queue; all its ids have to be read again."""
         self.finish([last])
         self.waiting.appendleft([last])
         last.cached = 0
-        for sequence in self.running:
-            if last in sequence.followers:
-                sequence.followers.remove(last)
+        for s in self.running:  # the sample that reads its prompt need not wait for it
+            s.followers = [f for f in s.followers if f is not last]
         self.preemptions += 1
 
     def admit(self):
@@ -261,10 +262,15 @@ class Sampler:
 
     block_size: tokens per cache block. max_seqs: samples that run at once. num_blocks: size of the
         cache; by default what the call can need, within 2 GB (CPU) or half of what is free (GPU).
-    max_prefill_tokens: prompt tokens in one pass.
+    max_prefill_tokens: prompt tokens in one pass, beside the one of each sample that decodes.
     dtype: if it differs from the model's, a copy in this dtype is sampled from, and `sync()` must
         be called after the weights changed. Otherwise the sampler runs the very model object, and
-        puts its training mode and attention back after a call. `stats` has the call's numbers.
+        puts its training mode and attention back after a call.
+
+    `stats` of the last call: tokens, seconds, tokens_per_s; steps (passes), mean_batch (tokens in a
+    step); refused, preemptions; num_blocks, peak_blocks, blocks_used (after each step), blocks_left
+    (a leak if not 0); kv_waste (share of the slots of used blocks without a token, over all steps);
+    prefix_blocks_saved (by sharing prompts).
     """
 
     def __init__(self, model, tokenizer, block_size=16, max_seqs=256, num_blocks=None,
@@ -319,7 +325,8 @@ class Sampler:
         with evaluating(self.model):
             done += self._run(groups, num_blocks, progress)
         tokens, seconds = sum(len(c.token_ids) for c in done), time.perf_counter() - began
-        self.stats |= {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+        self.stats |= {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds,
+                       "mean_batch": tokens / max(1, self.stats["steps"])}
         return sorted(done, key=lambda c: (c.prompt_index, c.index))
 
     def _requests(self, prompts, params):
@@ -373,22 +380,22 @@ class Sampler:
         blocks = BlockManager(num_blocks, self.block_size)
         cache = PagedKVCache(num_blocks, self.block_size, self.model.device)
         scheduler = Scheduler(groups, blocks, self.max_seqs)
-        done, occupancy, unused = [], [], 0
-        bar = tqdm(total=sum(map(len, groups)), disable=not progress)
+        done, used, unfilled = [], [], 0
+        bar = tqdm(total=sum(map(len, groups)), disable=not progress, unit="sample")
         while scheduler.waiting or scheduler.running:
             chunks, takers, rows, copies = scheduler.step(self.max_prefill_tokens)
             logits = self._forward(cache, chunks, rows)
             cache.copy_blocks(copies)
-            occupancy.append(blocks.used)
-            unused += sum(len(s.blocks) * self.block_size - s.cached for s in scheduler.running)
+            used.append(blocks.used)
+            unfilled += sum(len(s.blocks) * self.block_size - s.cached for s in scheduler.running)
             finished = self._take(takers, logits) if takers else []
             scheduler.finish(finished)
             done += map(self._completion, finished)
             bar.update(len(finished))
         bar.close()
         self.stats |= {
-            "steps": len(occupancy), "num_blocks": num_blocks, "occupancy": occupancy,
-            "kv_waste": unused / max(1, sum(occupancy) * self.block_size),
+            "steps": len(used), "blocks_used": used, "num_blocks": num_blocks,
+            "kv_waste": unfilled / max(1, sum(used) * self.block_size),
             "preemptions": scheduler.preemptions, "peak_blocks": blocks.peak,
             "prefix_blocks_saved": scheduler.blocks_saved, "blocks_left": blocks.used}
         return done

@@ -335,6 +335,25 @@ def test_samples_share_their_prompt(model):
     assert sampler.stats["steps"] == 4 and sampler.stats["tokens"] == 32
 
 
+def test_a_long_prompt_stalls_nobody(model):
+    sampler, prompts = Sampler(model, Endless(), max_prefill_tokens=10), ids_of(5, 100, 5)
+    out = sampler.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0))
+    assert tokens(out) == [hf_greedy(model, p, 12) for p in prompts]
+    stats = sampler.stats
+    # 5 + 5 tokens of prompts in the first pass, then tens; the first sample is done meanwhile
+    assert stats["steps"] == 11 + 11 and stats["mean_batch"] == 36 / 22
+    assert len(stats["blocks_used"]) == 22 and max(stats["blocks_used"]) == stats["peak_blocks"]
+    assert stats["preemptions"] == stats["blocks_left"] == 0
+
+
+def test_waste_is_the_part_of_used_blocks_that_holds_no_token(model):
+    sampler = Sampler(model, Endless(), block_size=4)
+    sampler.generate(ids_of(6), SamplingParams(n=2, max_new_tokens=3))
+    # After each pass: a shared full block, and for each sample one with 2, 3, 4 of 4 slots filled.
+    assert sampler.stats["blocks_used"] == [3, 3, 3]
+    assert sampler.stats["kv_waste"] == (2 * 2 + 2 * 1 + 0) / (3 * 3 * 4)
+
+
 def test_strings_get_one_bos(model):
     sampler = Sampler(model, Digits())
     out = sampler.generate(["ab", "^ab"], SamplingParams(max_new_tokens=3, temperature=0))
