@@ -55,11 +55,12 @@ def paged_decode(query, pool, blocks, positions, block_size, scaling, window=Non
         splits = splits_for(B * K, W * block_size, query.device)
     out = query.new_empty((splits, B, H, D), dtype=query.dtype if splits == 1 else torch.float32)
     lse = query.new_empty((splits, B, H), dtype=torch.float32)
-    decode_kernel[(B, K, splits)](
-        query.contiguous(), pool, blocks, positions, out, lse, W, float(scaling),
-        window or 2**30, float(softcap or 0.0), block_size, H, K, D,
-        GROUP=max(16, triton.next_power_of_2(H // K)), WIDTH=max(16, triton.next_power_of_2(D)),
-        TILE=TILE, num_warps=4, num_stages=2)
+    with torch.cuda.device_of(query):
+        decode_kernel[(B, K, splits)](
+            query.contiguous(), pool, blocks, positions, out, lse, W, float(scaling),
+            window or 2**30, float(softcap or 0.0), block_size, H, K, D, TILE=TILE,
+            GROUP=max(16, triton.next_power_of_2(H // K)),
+            WIDTH=max(16, triton.next_power_of_2(D)), num_warps=4, num_stages=2)
     if splits == 1:
         return out[0]
     return (lse.softmax(0)[..., None] * out).sum(0).to(query.dtype)

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,6 +85,28 @@ def test_kernel_samples_the_same_tokens(family, monkeypatch):
     assert tokens(found) == tokens(expected) and len(calls) >= 2 * 2  # layers, passes
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=0)
+
+
+def test_choice_of_the_kernel(monkeypatch):
+    cuda, cpu, starts = torch.device("cuda"), torch.device("cpu"), np.array([0, 40, 3])
+    for capability, flag, expected in [((8, 0), "1", True), ((8, 0), "0", False),
+                                       ((7, 5), "1", False)]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        monkeypatch.setenv("NANORLHF_TRITON", flag)
+        assert decode_kernel.usable(cuda) == expected and not decode_kernel.usable(cpu)
+    for kernel, parts in ((False, 3), (True, 1)):  # the kernel takes all lengths in one launch
+        monkeypatch.setattr(decode_kernel, "usable", lambda _, k=kernel: k)
+        layout = paged_layout(PagedKVCache(9, 16, cpu), np.arange(9).reshape(3, 3), starts,
+                              starts + 1)
+        assert len(layout.rectangles) == parts
+
+
+def test_few_long_sequences_are_split(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda device: SimpleNamespace(multi_processor_count=108))
+    splits = decode_kernel.splits_for
+    assert [splits(n, 8192, None) for n in (3, 24, 96, 2048)] == [32, 8, 2, 1]
+    assert [splits(3, length, None) for length in (16, 256, 1024)] == [1, 1, 4]
 
 
 @compiled
