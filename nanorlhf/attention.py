@@ -11,7 +11,8 @@ Registered with transformers' `AttentionInterface` as "nanorlhf", it serves ever
 that honours the interface; the layout travels as a keyword through the model's own forward.
 
 SDPA wants a rectangle. Sequences of similar length are laid into one, padded on the right; a causal
-mask keeps the padding out of every real query, and it never leaves this file.
+mask keeps the padding out of every real query, and it never leaves this file. A decode on CUDA
+needs neither: the kernel of decode_kernel.py reads the cache where it lies.
 
 Letters: N tokens, B sequences, T queries, S keys, H heads, K key/value heads, D head size.
 """
@@ -43,8 +44,7 @@ class Rectangle:
     masks: dict = field(default_factory=dict)  # shared by all layers
 
     def mask(self, window, dtype):
-        """(B, 1, T, S), 0 where a query may look, else -inf; None: SDPA needs none, but its flag
-        if T > 1."""
+        """(B, 1, T, S), 0 where a query may look, else -inf; None: causal flag or nothing."""
         if window is None or window >= self.length:
             if self.full:
                 return None
