@@ -11,7 +11,8 @@ Registered with transformers' `AttentionInterface` as "nanorlhf", it serves ever
 that honours the interface; the layout travels as a keyword through the model's own forward.
 
 SDPA wants a rectangle. Sequences of similar length are laid into one, padded on the right; a causal
-mask keeps the padding out of every real query, and it never leaves this file.
+mask keeps the padding out of every real query, and it never leaves this file. A decode on CUDA
+needs neither: the kernel of decode_kernel.py reads the cache where it lies.
 
 Letters: N tokens, B sequences, T queries, S keys, H heads, K key/value heads, D head size.
 """
@@ -23,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from nanorlhf import decode_kernel
+
 # Keywords that models pass along and that change nothing for us.
 HARMLESS = {"position_ids", "use_cache", "dropout", "is_causal", "output_attentions", "cache",
             "cache_position", "past_key_values", "return_dict", "logits_to_keep", "labels",
@@ -33,17 +36,17 @@ HARMLESS = {"position_ids", "use_cache", "dropout", "is_causal", "output_attenti
 class Rectangle:
     """B sequences of similar length, padded to T queries and S keys."""
 
-    queries: torch.Tensor | None  # (B * T,) index into the N tokens; None: all N, in order
+    queries: torch.Tensor | slice  # (B * T,) which of the N tokens
     positions: torch.Tensor  # (B, T) position of each query within its sequence
-    blocks: torch.Tensor | None  # (B * W,) blocks of the cache with the keys; None: as queries
+    blocks: torch.Tensor | None  # (B, W) blocks of the cache with the keys; None: as queries
     length: int  # S
-    causal: bool  # T == S and queries start at 0: SDPA's own causal flag is enough
+    full: bool  # a query's keys end at its own place of S: all S if T == 1, else T == S and causal
     masks: dict = field(default_factory=dict)  # shared by all layers
 
     def mask(self, window, dtype):
-        """(B, 1, T, S), 0 where a query may look, else -inf; None: the causal flag says it all."""
+        """(B, 1, T, S), 0 where a query may look, else -inf; None: causal flag or nothing."""
         if window is None or window >= self.length:
-            if self.causal:
+            if self.full:
                 return None
             window = self.length
         if (window, dtype) not in self.masks:
@@ -64,7 +67,7 @@ class Layout:
 
 
 def on(device, array):
-    return None if array is None else torch.from_numpy(array).to(device)
+    return torch.from_numpy(array).to(device)
 
 
 def similar_lengths(counts, ends):
@@ -85,20 +88,23 @@ def lay(counts, starts, device, tables=None, block_size=1):
     """
     ends, offsets = starts + counts, counts.cumsum() - counts
     rectangles, back, laid = [], np.empty(counts.sum(), dtype=np.int64), 0
-    groups = similar_lengths(counts.tolist(), ends.tolist())
-    in_order = len(groups) == 1 and counts.min() == counts.max()  # the tokens are the rectangle
-    for group in groups:
+    sizes = ends
+    if tables is not None and decode_kernel.usable(device):
+        sizes = np.where(counts == 1, 1, ends)  # one launch takes all lengths
+    for group in similar_lengths(counts.tolist(), sizes.tolist()):
         count, start, offset = (x[group, None] for x in (counts, starts, offsets))  # (B, 1)
-        longest, steps = ends[group].max(), np.arange(count.max())  # S, (T,)
+        S, steps = int(ends[group].max()), np.arange(count.max())  # steps (T,)
         inside = np.minimum(steps, count - 1)  # (B, T), padding repeats the last token
         queries, real = (offset + inside).ravel(), (steps < count).ravel()
-        if not in_order:
-            back[queries[real]] = laid + real.nonzero()[0]
-            laid += len(real)
-        blocks = None if tables is None else tables[group, :-(-longest // block_size)].ravel()
-        rectangles.append(Rectangle(
-            None if in_order else on(device, queries), on(device, start + inside),
-            on(device, blocks), int(longest), bool(longest == len(steps) and not start.any())))
+        back[queries[real]] = laid + real.nonzero()[0]
+        laid += len(real)
+        # A slice is taken without a copy.
+        queries = (slice(int(queries[0]), int(queries[-1]) + 1) if (np.diff(queries) == 1).all()
+                   else on(device, queries))
+        blocks = None if tables is None else on(device, tables[group, :-(-S // block_size)])
+        full = len(steps) in (1, S) and bool((start == S - len(steps)).all())
+        rectangles.append(Rectangle(queries, on(device, start + inside), blocks, S, full))
+    in_order = laid == len(back) and (np.diff(back) == 1).all()  # the rectangles are the N tokens
     return rectangles, None if in_order else on(device, back)
 
 
@@ -124,23 +130,23 @@ def paged_layout(cache, tables, starts, ends):
 
 
 def pick(x, rows):
-    return x if rows is None else x.index_select(0, rows)
+    return x.index_select(0, rows) if isinstance(rows, torch.Tensor) else x[rows]
 
 
-def rectangle_attention(query, key, value, mask, scaling, softcap):
-    """query (B, H, T, D), key/value (B, K, S, D), mask (B, 1, T, S) or None for causal."""
+def rectangle_attention(query, key, value, mask, causal, scaling, softcap):
+    """query (B, H, T, D), key and value (B, K, S, D), mask (B, 1, T, S) or None."""
     if softcap is None:
         return F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=mask is None and key.shape[2] > 1, scale=scaling,
+            query, key, value, mask, is_causal=causal, scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1])
     # Gemma-2 squeezes the scores through tanh before the softmax, which SDPA cannot do.
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     scores = (query @ key.transpose(-1, -2)).float() * scaling
     scores = torch.tanh(scores / softcap) * softcap
-    if mask is None:
+    if causal:
         mask = scores.new_full(scores.shape[-2:], float("-inf")).triu(1)
-    return (scores + mask).softmax(-1).to(value.dtype) @ value
+    return (scores if mask is None else scores + mask).softmax(-1).to(value.dtype) @ value
 
 
 def attention(module, query, key, value, attention_mask=None, scaling=None, layout=None,
@@ -164,17 +170,23 @@ def attention(module, query, key, value, attention_mask=None, scaling=None, layo
     for part in layout.rectangles:
         (B, T), (H, D), K = part.positions.shape, query.shape[1:], key.shape[1]
         q = pick(query, part.queries)
+        if T == 1 and part.blocks is not None and decode_kernel.usable(q.device):
+            outputs.append(decode_kernel.paged_decode(
+                q, layout.cache.pools[module.layer_idx], part.blocks, part.positions[:, 0],
+                layout.cache.block_size, scaling, sliding_window, softcap))
+            continue
         # In a decode, the heads that share a key head stand as queries of one head.
         q = q.view(B, K, H // K, D) if T == 1 else q.view(B, T, H, D).transpose(1, 2)
         if part.blocks is None:
             k, v = (pick(x, part.queries).view(B, T, K, D).transpose(1, 2) for x in (key, value))
         else:
-            kv = layout.cache.read(module.layer_idx, part.blocks).view(B, -1, 2, K, D)
+            kv = layout.cache.read(module.layer_idx, part.blocks.view(-1)).view(B, -1, 2, K, D)
             k, v = kv[:, :part.length].permute(2, 0, 3, 1, 4)  # (B, K, S, D)
-        out = rectangle_attention(q, k, v, part.mask(sliding_window, q.dtype), scaling, softcap)
+        mask = part.mask(sliding_window, q.dtype)
+        out = rectangle_attention(q, k, v, mask, mask is None and T > 1, scaling, softcap)
         outputs.append((out if T == 1 else out.transpose(1, 2)).reshape(B * T, H, D))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return pick(output, layout.back)[None], None
+    return (output if layout.back is None else pick(output, layout.back))[None], None
 
 
 AttentionInterface.register("nanorlhf", attention)

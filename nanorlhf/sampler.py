@@ -4,11 +4,11 @@
     for c in sampler.generate(["1+1=", "2+2="], SamplingParams(n=4, seed=0)):
         print(c.prompt_index, c.index, c.text, c.finish_reason)
 
-A step either *prefills* (admits waiting groups and brings their prompts into the cache) or
-*decodes* (one token for every running sample). A group is the n samples of one prompt, which is
-prefilled once and whose blocks they share (cache.py). When blocks run out, the sample that joined
-last is pre-empted: it gives its blocks back and waits again, as a group of one whose prompt is all
-it has so far.
+Every pass through the model takes one token of each running sample (*decode*) and, beside them, a
+bounded piece of the prompts that still have to be read, so that a long prompt stalls nobody. A
+group is the n samples of one prompt: the first reads it, and all share its blocks (cache.py). When
+blocks run out, the sample that joined last is pre-empted: it gives its blocks back and waits
+again, as a group of one whose prompt is all it has so far.
 
 What is promised:
 
@@ -117,19 +117,21 @@ def inverse_cdf(weights, uniform):
 def choose(logits, uniform, temperature, repetition_penalty=None, history=None, **filters):
     """logits (R, V) -> tokens (R,) and their log-probs (R,).
 
-    uniform (R,) in [0, 1); history (R, T) the tokens so far; the others (R, 1), or None where no
-    row uses them. What others use does not touch a row: a filter that is off changes no bit.
+    uniform (R,) in [0, 1); history (R, T) the tokens so far; temperature (R, 1) on the CPU, where
+    looking at it waits for no GPU; the others (R, 1), or None where no row uses them. What others
+    use does not touch a row: a filter that is off changes no bit.
     """
     logits, greedy = logits.float(), temperature == 0
-    temperature = temperature.masked_fill(greedy, 1.0)
+    temperature = temperature.masked_fill(greedy, 1.0).to(logits.device)
     scores = logp = (logits / temperature).log_softmax(-1)  # (R, V)
     if repetition_penalty is not None:  # Keskar et al. 2019
         seen = logits.gather(1, history)
         seen = torch.where(seen < 0, seen * repetition_penalty, seen / repetition_penalty)
         scores = (logits.scatter(1, history, seen) / temperature).log_softmax(-1)
-    token = inverse_cdf(truncate(scores, **filters).exp(), uniform)
-    if greedy.any():
-        token = torch.where(greedy[:, 0], scores.argmax(-1), token)
+    token = scores.argmax(-1)
+    if not greedy.all():
+        sampled = inverse_cdf(truncate(scores, **filters).exp(), uniform)
+        token = torch.where(greedy[:, 0].to(token.device), token, sampled)
     return token, logp.gather(1, token[:, None])[:, 0]
 
 
@@ -146,7 +148,7 @@ def uniforms(seed, prompt_ids, index, count):
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample on its way. All its ids but the last are in the cache while it runs."""
+    """One sample on its way. While it runs, the first `cached` of its ids are in the cache."""
 
     prompt_index: int
     index: int
@@ -157,6 +159,8 @@ class Sequence:
     uniforms: list[float] = ()  # one for each new token
     logprobs: list[float] = field(default_factory=list)  # one for each new token so far
     blocks: list[int] = field(default_factory=list)  # its block table while it runs
+    cached: int = 0
+    followers: list = field(default_factory=list)  # who waits for this one to read their prompt
 
 
 class Scheduler:
@@ -168,14 +172,62 @@ class Scheduler:
         self.blocks, self.max_seqs = blocks, max_seqs
         self.preemptions = self.blocks_saved = 0
 
-    def admit(self):
-        """Let waiting groups in, each sample with room for the token it writes next.
+    def step(self, budget):
+        """The next pass: `chunks`, `takers`, `rows`, `copies`.
 
-        Returns the groups, whose first sample is to be prefilled, and the (source, target) block
-        copies to make then. A group waits until all of it fits, or a quarter of `max_seqs`, or
-        nobody runs. What does not fit stays at the head of the queue.
+        chunks: (sequence, start, end): its ids[start:end] go through the model. A running sample
+            brings the token it took last; besides, at most `budget` tokens of prompts are read.
+        takers: the samples that take their next token then, each from the logits at the end of the
+            chunk in `rows`: one that has read all its ids, and its followers.
+        copies: (source, target) blocks to copy after the pass.
         """
-        admitted, copies = [], []
+        self.reserve()
+        self.admit()
+        chunks, takers, rows, copies = [], [], [], []
+        for s in self.running:
+            count = len(s.ids) - s.cached  # 0 for a follower
+            if count > 1:
+                count = min(count, budget)
+                budget -= count
+            if count == 0:
+                continue
+            chunks.append((s, s.cached, s.cached + count))
+            s.cached += count
+            if s.cached == len(s.ids):
+                place = s.cached // self.blocks.block_size
+                if s.cached % self.blocks.block_size:
+                    copies += [(s.blocks[place], f.blocks[place]) for f in s.followers]
+                takers += [s, *s.followers]
+                rows += [len(chunks) - 1] * (1 + len(s.followers))
+                s.followers = []
+        return chunks, takers, rows, copies
+
+    def reserve(self):
+        """Give every running sample room for the token it brings next; pre-empt if need be."""
+        size = self.blocks.block_size
+        for sequence in list(self.running):
+            while sequence.blocks and len(sequence.blocks) * size < len(sequence.ids):
+                if self.blocks.free:
+                    self.blocks.reserve(sequence.blocks, len(sequence.ids) - 1)
+                else:
+                    self.preempt(self.running[-1])
+
+    def preempt(self, last):
+        """Back to the head of the queue; all its ids have to be read again."""
+        self.finish([last])
+        self.waiting.appendleft([last])
+        last.cached = 0
+        for s in self.running:  # the sample that reads its prompt need not wait for it
+            s.followers = [f for f in s.followers if f is not last]
+        self.preemptions += 1
+
+    def admit(self):
+        """Let waiting groups in, each sample with room for the token after its prompt.
+
+        The first sample of a group reads the prompt, into blocks that the others share but for the
+        last one if it is filled in part. A group waits until all of it fits, or a quarter of
+        `max_seqs`, or nobody runs. What does not fit stays at the head of the queue.
+        """
         while self.waiting:
             group, length = self.waiting[0], len(self.waiting[0][0].ids)
             # The first sample takes the prompt's blocks and its next token's, each other one more.
@@ -187,48 +239,19 @@ class Scheduler:
             if fit < len(group):
                 self.waiting.appendleft(group[fit:])
             first, *others = group = group[:fit]
-            first.blocks = self.blocks.allocate(length)
+            first.blocks, first.followers = self.blocks.allocate(length), others
             for sequence in others:
-                sequence.blocks = self.blocks.fork(first.blocks)
-            moves = [self.blocks.reserve(s.blocks, length) for s in (*others, first)]
-            copies += filter(None, moves)  # the first comes last: nobody is left to share with
+                sequence.blocks, sequence.cached = self.blocks.fork(first.blocks), length
+            for sequence in group:
+                self.blocks.reserve(sequence.blocks, length)
             self.blocks_saved += len(others) * (length // self.blocks.block_size)
             self.running += group
-            admitted.append(group)
-        return admitted, copies
-
-    def reserve(self):
-        """Give every running sample room for the token it writes next; pre-empt if need be."""
-        size = self.blocks.block_size
-        for sequence in list(self.running):
-            while sequence.blocks and len(sequence.blocks) * size < len(sequence.ids):
-                if self.blocks.free:
-                    self.blocks.reserve(sequence.blocks, len(sequence.ids) - 1)
-                else:
-                    self.waiting.appendleft([self.running[-1]])
-                    self.finish(self.running[-1:])
-                    self.preemptions += 1
 
     def finish(self, sequences):
         """Sequences leave and give their blocks back."""
         for sequence in sequences:
             self.blocks.release(sequence.blocks)
         self.running = [s for s in self.running if s.blocks]
-
-
-def passes(sequences, budget):
-    """Cut all their ids into passes of at most `budget`: lists of (sequence, start, end)."""
-    result, free = [], 0
-    for sequence in sequences:
-        start = 0
-        while start < len(sequence.ids):
-            if free == 0:
-                result.append([])
-                free = budget
-            end = min(len(sequence.ids), start + free)
-            result[-1].append((sequence, start, end))
-            start, free = end, free - (end - start)
-    return result
 
 
 # ---- the sampler ---------------------------------------------------------------------------------
@@ -239,10 +262,15 @@ class Sampler:
 
     block_size: tokens per cache block. max_seqs: samples that run at once. num_blocks: size of the
         cache; by default what the call can need, within 2 GB (CPU) or half of what is free (GPU).
-    max_prefill_tokens: prompt tokens in one pass.
+    max_prefill_tokens: prompt tokens in one pass, beside the one of each sample that decodes.
     dtype: if it differs from the model's, a copy in this dtype is sampled from, and `sync()` must
         be called after the weights changed. Otherwise the sampler runs the very model object, and
-        puts its training mode and attention back after a call. `stats` has the call's numbers.
+        puts its training mode and attention back after a call.
+
+    `stats` of the last call: tokens, seconds, tokens_per_s; steps (passes), mean_batch (tokens in a
+    step); refused, preemptions; num_blocks, peak_blocks, blocks_used (after each step), blocks_left
+    (a leak if not 0); kv_waste (share of the slots of used blocks without a token, over all steps);
+    prefix_blocks_saved (by sharing prompts).
     """
 
     def __init__(self, model, tokenizer, block_size=16, max_seqs=256, num_blocks=None,
@@ -293,11 +321,12 @@ class Sampler:
             groups.append([
                 Sequence(i, k, p, list(ids), len(ids) + room, {*stop_ids, *p.stop_token_ids},
                          uniforms(seed, ids, k, room).tolist()) for k in range(p.n)])
-        self.stats = {"refused": sum(c.finish_reason == "refused" for c in done), "steps": 0}
+        self.stats = {"refused": sum(c.finish_reason == "refused" for c in done)}
         with evaluating(self.model):
             done += self._run(groups, num_blocks, progress)
         tokens, seconds = sum(len(c.token_ids) for c in done), time.perf_counter() - began
-        self.stats |= {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds}
+        self.stats |= {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds,
+                       "mean_batch": tokens / max(1, self.stats["steps"])}
         return sorted(done, key=lambda c: (c.prompt_index, c.index))
 
     def _requests(self, prompts, params):
@@ -347,55 +376,48 @@ class Sampler:
         return max(1, min(affordable, sum(sorted(needed)[-self.max_seqs - 1:])))
 
     def _run(self, groups, num_blocks, progress):
-        """All steps of a call; its completions in the order in which they finish."""
+        """All passes of a call; its completions in the order in which they finish."""
         blocks = BlockManager(num_blocks, self.block_size)
         cache = PagedKVCache(num_blocks, self.block_size, self.model.device)
         scheduler = Scheduler(groups, blocks, self.max_seqs)
-        done, bar = [], tqdm(total=sum(map(len, groups)), disable=not progress)
+        done, used, unfilled = [], [], 0
+        bar = tqdm(total=sum(map(len, groups)), disable=not progress, unit="sample")
         while scheduler.waiting or scheduler.running:
-            admitted, copies = scheduler.admit()
-            if admitted:
-                sequences = [s for group in admitted for s in group]
-                logits = self._prefill(cache, admitted)
-                cache.copy_blocks(copies)
-            else:
-                scheduler.reserve()
-                sequences = scheduler.running
-                logits = self._forward(cache, [(s, len(s.ids) - 1, len(s.ids)) for s in sequences])
-            finished = self._take(sequences, logits)
+            chunks, takers, rows, copies = scheduler.step(self.max_prefill_tokens)
+            logits = self._forward(cache, chunks, rows)
+            cache.copy_blocks(copies)
+            used.append(blocks.used)
+            unfilled += sum(len(s.blocks) * self.block_size - s.cached for s in scheduler.running)
+            finished = self._take(takers, logits) if takers else []
             scheduler.finish(finished)
             done += map(self._completion, finished)
             bar.update(len(finished))
         bar.close()
-        self.stats |= {"preemptions": scheduler.preemptions, "peak_blocks": blocks.peak,
-                       "prefix_blocks_saved": scheduler.blocks_saved, "blocks_left": blocks.used}
+        self.stats |= {
+            "steps": len(used), "blocks_used": used, "num_blocks": num_blocks,
+            "kv_waste": unfilled / max(1, sum(used) * self.block_size),
+            "preemptions": scheduler.preemptions, "peak_blocks": blocks.peak,
+            "prefix_blocks_saved": scheduler.blocks_saved, "blocks_left": blocks.used}
         return done
 
-    def _prefill(self, cache, groups):
-        """Logits (R, V) after the prompt, for every sample of the groups."""
-        logits, rows = [], [row for row, group in enumerate(groups) for _ in group]
-        for chunks in passes([group[0] for group in groups], self.max_prefill_tokens):
-            logits.append(self._forward(cache, chunks)[[end == len(s.ids) for s, _, end in chunks]])
-        return torch.cat(logits)[rows]
-
-    def _forward(self, cache, chunks):
-        """One pass over chunks (sequence, start, end) of ids; the logits after each chunk's end."""
-        self.stats["steps"] += 1
+    def _forward(self, cache, chunks, rows):
+        """One pass over chunks (sequence, start, end) of ids; logits (R, V) after those in rows."""
         ids = torch.tensor([i for s, start, end in chunks for i in s.ids[start:end]])  # (N,)
         width = max(len(s.blocks) for s, _, _ in chunks)
         tables = np.array([s.blocks + [0] * (width - len(s.blocks)) for s, _, _ in chunks])
         starts, ends = np.array([chunk[1:] for chunk in chunks]).T
-        last = torch.from_numpy((ends - starts).cumsum() - 1).to(cache.device)
+        last = torch.from_numpy(((ends - starts).cumsum() - 1)[rows]).to(cache.device)
         layout = paged_layout(cache, tables, starts, ends)
         return self.model(input_ids=ids[None].to(cache.device), layout=layout, use_cache=False,
                           position_ids=layout.positions[None], logits_to_keep=last).logits[0]
 
     def _take(self, sequences, logits):
         """Give every sequence its next token, chosen from logits (R, V); returns those it ends."""
-        options, device = {}, logits.device
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        device = logits.device
+        options = {"temperature": torch.tensor([[s.params.temperature] for s in sequences])}
+        for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
             values = [getattr(s.params, name) for s in sequences]
-            if name == "temperature" or any(v != getattr(SamplingParams, name) for v in values):
+            if set(values) != {getattr(SamplingParams, name)}:
                 options[name] = torch.tensor(values, device=device)[:, None]
         if "repetition_penalty" in options:
             width = max(len(s.ids) for s in sequences)  # filled up with each row's own first token
