@@ -39,7 +39,7 @@ class Config(Common):
     lr: float = flag(1.5e-4, "peak learning rate; 5e-7 to 5e-6 for a real model")
     batch_size: int = flag(32, "pairs of one optimiser step")
     beta: float = flag(0.3, "strength of the pull towards the reference; 0.1 is usual")
-    loss_type: str = flag("sigmoid", "sigmoid, ipo, hinge or simpo")
+    loss_type: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "ipo", "hinge", "simpo"))
     label_smoothing: float = flag(0.0, "assumed share of wrong labels (cDPO)")
     simpo_gamma: float = flag(0.5, "simpo: target margin")
     nll_coef: float = flag(0.5, "weight of the chosen answer's negative log-likelihood per token")
@@ -118,16 +118,14 @@ def train(cfg):
         metrics, tokens = over([pairs[i] for i in picked], ref[list(picked)], learn=True)
         metrics["lr"] = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
-        metrics["tokens_per_s"] = run.speed(tokens)
 
         # --- evaluation on held-out pairs and prompts, and a resume point ---
         if run.due(step, cfg.eval_every):
             found, _ = over(held_out, held_out_ref, learn=False)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
-            found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
-            metrics = found | metrics  # `accuracy` is that of the pairs
-            run.samples(step + 1, samples)
-        run.end_step(step, metrics)
+            answers = evaluate.held_out_answers(run, step, sampler, prompts)
+            metrics = answers | metrics  # `accuracy` is that of the pairs
+        run.end_step(step, metrics, tokens)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

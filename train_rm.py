@@ -26,7 +26,7 @@ from nanorlhf.losses import bradley_terry_loss
 from nanorlhf.model import (autocast, eos_ids, load_policy, load_scorer, longest, save_model,
                             sequence_scores)
 from nanorlhf.sampler import Sampler
-from nanorlhf.utils import Common, Run, flag, lr_at, main, optimizer_step, trainable
+from nanorlhf.utils import Common, Run, add_stats, flag, lr_at, main, optimizer_step, trainable
 
 
 @dataclass
@@ -63,8 +63,7 @@ def train(cfg):
     for step, picked in run.steps(len(pairs), start):
         batch = data.Batch.from_rows([row for i in picked for row in pairs[i]]).to(cfg.device)
         margin = torch.tensor([margins[i] for i in picked], device=cfg.device)  # (P,)
-        metrics = dict.fromkeys(("loss", "accuracy", "reward_chosen", "reward_rejected"), 0.0)
-        done = 0
+        metrics, done = {}, 0
         for part in batch.split(cfg.micro_tokens, unit=2):  # a pair stays together
             with autocast(cfg.device, cfg.dtype):
                 chosen, rejected = sequence_scores(scorer, part).view(-1, 2).unbind(1)  # (P,) each
@@ -72,14 +71,12 @@ def train(cfg):
                                           cfg.centre_coef) / len(picked)
             scaler.scale(loss).backward()
             done += len(chosen)
-            metrics["loss"] += loss.item()
-            metrics["accuracy"] += (chosen > rejected).sum().item() / len(picked)
-            metrics["reward_chosen"] += chosen.sum().item() / len(picked)
-            metrics["reward_rejected"] += rejected.sum().item() / len(picked)
-        metrics["margin"] = metrics["reward_chosen"] - metrics["reward_rejected"]
+            stats = {"accuracy": (chosen > rejected).sum(), "reward_chosen": chosen.sum(),
+                     "reward_rejected": rejected.sum(), "margin": (chosen - rejected).sum()}
+            stats = {name: value.item() / len(picked) for name, value in stats.items()}
+            metrics = add_stats(metrics, {"loss": loss.item()} | stats)
         metrics["lr"] = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
-        metrics["tokens_per_s"] = run.speed(len(batch.input_ids))
 
         # --- evaluation on held-out pairs, and a resume point ---
         if run.due(step, cfg.eval_every):
@@ -89,7 +86,7 @@ def train(cfg):
                 {"response": tokenizer.decode(row[0]), "score": float(score), "preferred": side}
                 for pair, pair_scores in zip(held_out[:3], scores)
                 for row, score, side in zip(pair, pair_scores, ("chosen", "rejected"))])
-        run.end_step(step, metrics)
+        run.end_step(step, metrics, len(batch.input_ids))
 
     # Mean and spread of the held-out scores travel in config.json: PPO rewards are normalised by
     # them, plain transformers ignores them.

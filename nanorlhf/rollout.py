@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from nanorlhf import data, toy
-from nanorlhf.losses import kl_estimate
+from nanorlhf.losses import importance_weights, kl_estimate, token_weights
 from nanorlhf.model import autocast, longest, normalised, sequence_scores, token_logprobs
 from nanorlhf.rewards import call_reward, extract_answer, math_reward, readable
 from nanorlhf.sampler import SamplingParams
@@ -36,6 +36,7 @@ class Rollout(data.Batch):
     scores: torch.Tensor = None  # (B,) reward of the whole response; NaN: could not be judged
     group: torch.Tensor = None  # (B,) number of the prompt in this iteration
     stopped: torch.Tensor = None  # (B,) true if the response ended by itself
+    trust: torch.Tensor = None  # (N,) importance weight: the sampler is not quite the trainer
 
     PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("scores", "group", "stopped")
 
@@ -83,6 +84,8 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
         metrics[name] = mean(values)
     unjudged = rollout.scores.isnan()
     rollout.loss_mask = rollout.loss_mask * ~unjudged[rollout.row]
+    rollout.trust = importance_weights(rollout.old_logp, rollout.sampler_logp, rollout.loss_mask,
+                                       config.tis_cap)
     if unjudged.all():
         tqdm.write(f"warning: the reward judged no answer of step {step + 1}, so nothing is "
                    "learned from it", file=sys.stderr)
@@ -91,14 +94,18 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
     return rollout, metrics
 
 
-def mini_batches(rollout, config, step):
+def mini_batches(rollout, config, step, aggregation):
     """The share of the rollout that each optimiser step of the iteration learns from:
-    --inner_epochs passes over the answers, each in an order of its own, in --mini_batches parts."""
+    --inner_epochs passes over the answers, each in an order of its own, in --mini_batches parts.
+    Their loss_mask is divided, once, into the weights of a mean over tokens or answers."""
     size = -(-len(rollout) // config.mini_batches)
     for inner in range(config.inner_epochs):
         shuffled = data.epoch_order(len(rollout), derive_seed(config.seed, step), inner)
         for at in range(0, len(shuffled), size):
-            yield rollout.select(shuffled[at: at + size])
+            mini = rollout.select(shuffled[at: at + size])
+            mini.loss_mask = token_weights(mini.loss_mask, mini.cu_seqlens, aggregation,
+                                           config.max_new_tokens)
+            yield mini
 
 
 def lay_out(completions, device="cpu"):

@@ -273,8 +273,8 @@ def gradients(script, monkeypatch, folder, updates=1, backwards=None, watch=None
         patch.setattr(data, "epoch_order", lambda n, seed, epoch: (
             original(n, seed, epoch)[::-1] if n == backwards else original(n, seed, epoch)))
         if watch:
-            weigh = script.token_weights
-            patch.setattr(script, "token_weights", lambda mask, cu, *rest: (
+            weigh = rollout.token_weights
+            patch.setattr(rollout, "token_weights", lambda mask, cu, *rest: (
                 watch(mask, cu), weigh(mask, cu, *rest))[1])
         with pytest.raises(Done):
             script.train(config)
