@@ -18,7 +18,6 @@ of the answers to a few per cent, and the gold score from 0.5 to between 0.8 and
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -43,7 +42,7 @@ class Config(Common):
     label_smoothing: float = flag(0.0, "assumed share of wrong labels (cDPO)")
     simpo_gamma: float = flag(0.5, "simpo: target margin")
     nll_coef: float = flag(0.5, "weight of the chosen answer's negative log-likelihood per token")
-    toy_pairs: int = flag(2000, "pairs that the embedded world's annotator judges")
+    toy_rows: int = flag(2000, "pairs that the embedded world's annotator judges")
     eval_prompts: int = flag(128, "held-out prompts answered at each evaluation")
     max_new_tokens: int = flag(96, "longest answer in an evaluation")
 
@@ -63,9 +62,7 @@ def train(cfg):
     lora.adapt(model, cfg)  # --lora_rank
     data.set_template(tokenizer, cfg.chat_template)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    train_rows, eval_rows = data.train_and_eval_rows(
-        cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
-        partial(toy.pairs, cfg.eval_rows, sampler=sampler, noise=False))
+    train_rows, eval_rows = data.train_and_eval_rows(cfg, toy.pairs, sampler=sampler)
     max_len, ends = longest(model, cfg.max_len), eos_ids(model, tokenizer)
     pairs, _ = data.encode_pairs(train_rows, tokenizer, max_len, ends)
     held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)

@@ -20,10 +20,7 @@ What to expect on the embedded world, in three minutes: guesses vanish within te
 the working itself gets better: gold score from 0.5 to over 0.97.
 """
 
-import sys
 from dataclasses import dataclass
-
-from tqdm import tqdm
 
 from nanorlhf import evaluate, lora
 from nanorlhf.losses import group_advantages, kl_estimate, ppo_policy_loss, ppo_stats
@@ -33,7 +30,7 @@ from nanorlhf.rewards import load_reward
 from nanorlhf.rollout import mini_batches, rl_prompts, roll_out
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (Common, Run, UserError, add_stats, flag, lr_at, main, mean_stats,
-                            optimizer_step, trainable)
+                            optimizer_step, trainable, warn)
 
 AGGREGATION = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant"}
 
@@ -70,8 +67,7 @@ class Config(Common):
 
 def train(cfg):
     if cfg.group_size < 2:
-        raise UserError("--group_size 1: an advantage measured against the group needs at least 2 "
-                        "answers to a prompt; use train_ppo.py for one")
+        raise UserError("--group_size must be at least 2: answers are measured against each other")
     run = Run(cfg)
 
     # --- data and reward ---
@@ -103,9 +99,8 @@ def train(cfg):
         flat = (advantages.view(-1, cfg.group_size) == 0).all(1)  # groups that teach nothing
         metrics["zero_spread_groups"] = float(flat.float().mean())
         if step == start and flat.all():
-            tqdm.write("warning: all answers to a prompt earned the same, so nothing is learned "
-                       "from this iteration; check --reward, or ask easier prompts",
-                       file=sys.stderr)
+            warn("all answers to a prompt earned the same, so nothing is learned from this "
+                 "iteration; check --reward, or ask easier prompts")
 
         # 3. Improve the policy on them: clipped surrogate, every token or answer weighs the same.
         lr, updates = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio), []

@@ -20,11 +20,9 @@ iteration; the critic learns alone for three, then guesses vanish within ten: go
 """
 
 import copy
-import sys
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from nanorlhf import evaluate, lora
 from nanorlhf.losses import (adaptive_kl, explained_variance, gae, kl_estimate, ppo_policy_loss,
@@ -35,7 +33,7 @@ from nanorlhf.rewards import load_reward
 from nanorlhf.rollout import mini_batches, rl_prompts, roll_out
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (Common, Run, UserError, add_stats, flag, lr_at, main, mean_stats,
-                            optimizer_step, trainable)
+                            optimizer_step, trainable, warn)
 
 
 @dataclass
@@ -102,8 +100,7 @@ def train(cfg):
     # --- training ---
     for step, picked in run.steps(len(prompts), start):
         if step == start and run.total <= cfg.critic_warmup:
-            tqdm.write(f"warning: all {run.total} iterations are --critic_warmup, the policy will "
-                       "not learn", file=sys.stderr)
+            warn(f"all {run.total} iterations are --critic_warmup, the policy will not learn")
         # 1. Answer the prompts of this iteration, score the answers, and ask the critic.
         rollout, metrics = roll_out(cfg, step, [prompts[i] for i in picked], sampler, reward,
                                     model, reference)

@@ -17,7 +17,6 @@ ranks some 97 % of noise-free held-out pairs right, though 5 % of its training l
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -36,7 +35,7 @@ class Config(Common):
     lr: float = flag(5e-4, "peak learning rate; 1e-5 for a real model")
     batch_size: int = flag(32, "pairs of one optimiser step")
     centre_coef: float = flag(0.01, "weight of (r_chosen + r_rejected)^2, to keep scores near 0")
-    toy_pairs: int = flag(2000, "pairs that the embedded world's annotator judges")
+    toy_rows: int = flag(2000, "pairs that the embedded world's annotator judges")
 
 
 def train(cfg):
@@ -47,9 +46,7 @@ def train(cfg):
     lora.adapt(scorer, cfg)  # --lora_rank
     data.set_template(tokenizer, cfg.chat_template)
     sampler = Sampler(*load_policy(cfg.model, cfg.device)) if cfg.data == "toy" else None
-    train_rows, eval_rows = data.train_and_eval_rows(
-        cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
-        partial(toy.pairs, cfg.eval_rows, sampler=sampler, noise=False))
+    train_rows, eval_rows = data.train_and_eval_rows(cfg, toy.pairs, sampler=sampler)
     max_len, ends = longest(scorer, cfg.max_len), eos_ids(scorer, tokenizer)
     pairs, margins = data.encode_pairs(train_rows, tokenizer, max_len, ends)
     held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)

@@ -46,8 +46,7 @@ def train(cfg):
     model, tokenizer = load_policy(cfg.model, cfg.device, cfg.seed)
     lora.adapt(model, cfg)  # --lora_rank
     data.set_template(tokenizer, cfg.chat_template)
-    train_rows, eval_rows = data.train_and_eval_rows(
-        cfg, partial(toy.demonstrations, cfg.toy_rows), partial(toy.demonstrations, cfg.eval_rows))
+    train_rows, eval_rows = data.train_and_eval_rows(cfg, toy.demonstrations)
     max_len, ends = longest(model, cfg.max_len), eos_ids(model, tokenizer)
     encode = partial(data.encode_sft, tokenizer=tokenizer, max_len=max_len, stop_ids=ends,
                      train_on=cfg.train_on)

@@ -180,7 +180,7 @@ def evaluate_scorer(cfg):
             return {"score": float(sequence_scores(scorer, batch))}
     if cfg.data == "toy":
         sampler = Sampler(*load_policy(cfg.pairs_from, cfg.device)) if cfg.pairs_from else None
-        rows = toy.pairs(cfg.limit, split="eval", sampler=sampler, noise=False,
+        rows = toy.pairs(cfg.limit, split="eval", sampler=sampler,
                          grade=toy.parse_grade(cfg.toy_grade))
     else:
         rows = data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed)[: cfg.limit]

@@ -86,7 +86,7 @@ RANGES = {  # (smallest, largest) allowed value: numbers; all others must be 0 o
     (0, 0.5): "label_smoothing",
     (0, 1): "warmup_ratio clip_eps_low gamma gae_lambda",
     (0, 2**63 - 1): "seed",
-    (1, math.inf): "epochs batch_size micro_tokens eval_prompts eval_rows toy_rows toy_pairs "
+    (1, math.inf): "epochs batch_size micro_tokens eval_prompts eval_rows toy_rows "
                    "group_size inner_epochs mini_batches n limit kl_horizon max_new_tokens",
     (2, math.inf): "max_len",
 }
@@ -117,8 +117,7 @@ def parse(config_class, doc):
     for name, value in vars(config).items():
         low, high = ranges.get(name, (0, math.inf))
         if type(value) in (int, float) and not (low <= value <= high and math.isfinite(value)):
-            raise UserError(f"--{name} {value} is out of range: give a number of at least {low}"
-                            + (f" and at most {high}" if high < math.inf else ""))
+            raise UserError(f"--{name} {value} must be at least {low} and at most {high}")
     if config.device == "auto":
         mps = torch.backends.mps.is_available()
         config.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -135,6 +134,11 @@ def parse(config_class, doc):
     if not config.out:
         raise UserError("--out is empty; give the run folder to write")
     return config
+
+
+@lru_cache(maxsize=None)  # each warning once
+def warn(message):
+    tqdm.write(f"warning: {message}", file=sys.stderr)
 
 
 def main(train, config_class, doc):
@@ -255,7 +259,7 @@ class Run:
         seed_everything(config.seed)
         self.config, self.folder = config, Path(config.out)
         self.args_file = self.folder / "args.json"
-        self.track, self.bar, self.opened = lambda values, step: None, None, False
+        self.track, self.bar, self.opened = lambda values, step: None, tqdm(disable=True), False
         self.born = self.clock = time.perf_counter()
         objection = None if config.show_data else self._objection()  # it writes nothing
         if objection:
@@ -310,8 +314,8 @@ class Run:
             return
         self.opened = True
         if self.config.overwrite:
-            old = ("checkpoint", "metrics.jsonl", "samples.jsonl", "args.json", "curves.png",
-                   "config.json", "model*.safetensors*", "adapter_*", "base")
+            old = (*LOGS, "checkpoint", "args.json", "curves.png", "config.json",
+                   "model*.safetensors*", "adapter_*", "base")
             for path in [path for name in old for path in self.folder.glob(name)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -356,8 +360,7 @@ class Run:
         """Append one step to metrics.jsonl."""
         values = self._append("metrics.jsonl", step, metrics)
         self.track({name: value for name, value in values.items() if value is not None}, step)
-        if self.bar is not None:
-            self.bar.set_postfix(values, refresh=False)
+        self.bar.set_postfix(values, refresh=False)
 
     def end_step(self, step, metrics, tokens, extra=None):
         """Log a step that is done, of so many tokens, and keep a resume point where one is due."""
@@ -383,8 +386,7 @@ class Run:
         self._open()
         folder = self.folder / "checkpoint"
         folder.mkdir(exist_ok=True)
-        state = {name: {k: v for k, v in thing.state_dict().items() if k not in frozen(thing)}
-                 for name, thing in self.objects.items()}
+        state = {name: state_of(thing) for name, thing in self.objects.items()}
         rng = {"python": random.getstate(), "numpy": np.random.get_state(),
                "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
         logs = {name: (self.folder / name).stat().st_size for name in LOGS}
@@ -396,31 +398,28 @@ class Run:
 
     def restore(self):
         """(steps done, extra) of the newest complete resume point, loaded into the objects."""
-        for file in sorted((self.folder / "checkpoint").glob("step_*.pt"), reverse=True):
+        folder = self.folder / "checkpoint"
+        for file in sorted(folder.glob("step_*.pt"), reverse=True):
             try:
                 saved = torch.load(file, map_location="cpu", weights_only=False)
                 break
             except Exception as error:  # whatever a damaged file raises: try the one before
-                print(f"warning: {file} is damaged ({type(error).__name__}); using the checkpoint "
-                      "before it", file=sys.stderr)
+                warn(f"{file} is damaged ({type(error).__name__}); using the checkpoint before it")
         else:
-            raise UserError(f"--resume: {self.folder / 'checkpoint'} holds no complete checkpoint; "
-                            "start anew with --overwrite")
+            raise UserError(f"{folder} holds no complete checkpoint; start anew with --overwrite")
         if set(saved["state"]) != set(self.objects):
             raise UserError(f"{file} holds {sorted(saved['state'])}, this run needs "
                             f"{sorted(self.objects)}; it belongs to another script")
         for name, value in saved["origin"].items():
             if not math.isclose(value, self.origin[name], rel_tol=1e-6):
-                raise UserError(f"--resume: the start {name} is not the one this run began with; "
-                                "bring it back, or start anew with --overwrite")
+                raise UserError(f"the start {name} has changed; bring it back, or give --overwrite")
         for name, thing in self.objects.items():  # frozen weights stay those of the start model
             thing.load_state_dict(thing.state_dict() | saved["state"][name])
         for name, size in saved["logs"].items():  # steps after the checkpoint are run again
             log = self.folder / name
             log.touch()
             if log.stat().st_size < size:
-                raise UserError(f"{log} is shorter than the checkpoint says; it was changed or "
-                                "deleted: start anew with --overwrite")
+                raise UserError(f"{log} is shorter than it was; start anew with --overwrite")
             os.truncate(log, size)
         random.setstate(saved["rng"]["python"])
         np.random.set_state(saved["rng"]["numpy"])
@@ -443,11 +442,12 @@ class Run:
         print(f"finished: {self.folder} ({time.perf_counter() - self.born:.0f} s)")
 
 
-def frozen(thing):
-    """Names of a model's weights that nobody trains: checkpoints leave them to the start model."""
-    model = thing if isinstance(thing, torch.nn.Module) else torch.nn.Module()
-    return {name for name, weight in model.named_parameters(remove_duplicate=False)
-            if not weight.requires_grad}
+def state_of(thing):
+    """What a checkpoint keeps; weights that nobody trains are left to the start model."""
+    if not isinstance(thing, torch.nn.Module):
+        return thing.state_dict()
+    weights = thing.state_dict(keep_vars=True)
+    return {name: weight.detach() for name, weight in weights.items() if weight.requires_grad}
 
 
 def writable(path):
