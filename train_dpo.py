@@ -32,7 +32,6 @@ from nanorlhf.utils import Common, Run, add_stats, flag, lr_at, main, optimizer_
 
 @dataclass
 class Config(Common):
-    model: str = flag("runs/sft", "start model")
     ref_model: str = flag("", "frozen reference; empty: the start model")
     out: str = flag("runs/dpo", "run folder that is written")
     lr: float = flag(1.5e-4, "peak learning rate; 5e-7 to 5e-6 for a real model")

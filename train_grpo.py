@@ -37,7 +37,6 @@ AGGREGATION = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant"}
 
 @dataclass
 class Config(Common):
-    model: str = flag("runs/sft", "start model")
     ref_model: str = flag("", "frozen reference for the KL; empty: the start model")
     out: str = flag("runs/grpo", "run folder that is written")
     lr: float = flag(5e-4, "peak learning rate; 1e-6 for a real model")

@@ -38,7 +38,6 @@ from nanorlhf.utils import (Common, Run, UserError, add_stats, flag, lr_at, main
 
 @dataclass
 class Config(Common):
-    model: str = flag("runs/sft", "start model")
     ref_model: str = flag("", "frozen reference; empty: the start model")
     reward_model: str = flag("runs/rm", "reward model; the critic starts from it too")
     reward: str = flag("", "a function instead of the reward model: toy, math, file.py:name")
@@ -118,10 +117,8 @@ def train(cfg):
         rollout.advantages, rollout.returns = gae(rollout.rewards, rollout.values, mask, cfg.gamma,
                                                   cfg.gae_lambda, rollout.cu_seqlens)
         rollout.advantages = whiten(rollout.advantages, mask)
-        metrics["kl_coef"] = kl_coef
-        metrics["kl_penalty"] = float(-kl_coef * (kl * mask).sum() / mask.sum())
-        explained = explained_variance(rollout.values, rollout.returns, mask)
-        metrics["explained_variance"] = float(explained)
+        metrics |= {"kl_coef": kl_coef, "kl_penalty": -kl_coef * (kl * mask).sum() / mask.sum(),
+                    "explained_variance": explained_variance(rollout.values, rollout.returns, mask)}
 
         # 3. Improve policy and critic on them, each with its own optimiser.
         lr = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)

@@ -30,7 +30,6 @@ from nanorlhf.utils import Common, Run, add_stats, flag, lr_at, main, optimizer_
 
 @dataclass
 class Config(Common):
-    model: str = flag("runs/sft", "start model: a policy, or a reward model to train on")
     out: str = flag("runs/rm", "run folder that is written")
     lr: float = flag(5e-4, "peak learning rate; 1e-5 for a real model")
     batch_size: int = flag(32, "pairs of one optimiser step")

@@ -28,6 +28,7 @@ from nanorlhf.utils import Common, Run, flag, lr_at, main, optimizer_step, train
 
 @dataclass
 class Config(Common):
+    model: str = flag("toy", "start model: a folder or hub name; toy: a fresh tiny model")
     out: str = flag("runs/sft", "run folder that is written")
     lr: float = flag(3e-3, "peak learning rate; 1e-5 to 2e-5 for a real model")
     batch_size: int = flag(16, "rows of one optimiser step")

@@ -466,8 +466,8 @@ def show_data(config, rows, tokenizer):
 
 
 def train_and_eval_rows(config, toy_rows, **options):
-    """(training rows, held-out rows) as --data and --eval_data say; the embedded world's are made by
-    `toy_rows`. Without --eval_data a 20th, at most 200, is held out; fewer than 20 serve as both."""
+    """(training rows, held-out rows) as --data and --eval_data say; toy_rows makes the embedded
+    world's. Without --eval_data a 20th, at most 200, is held out; fewer than 20 serve as both."""
     if config.data == "toy":
         if config.eval_data or config.columns:
             raise UserError("--eval_data and --columns go with --data, not with the toy world")

@@ -39,8 +39,8 @@ def load_policy(path, device="cpu", seed=0):
     if path == "toy":
         model, tokenizer = toy.new_model(seed), toy.tokenizer()
     else:
-        tokenizer, config = read_folder(path)
-        if is_classifier(config):
+        tokenizer, scores = read_folder(path)
+        if scores:
             raise UserError(f"{path} is a reward model, not a policy; give one, such as runs/sft")
         model = load_weights(AutoModelForCausalLM, path)
     return prepare(model, path).to(device), tokenizer
@@ -66,9 +66,8 @@ def load_scorer(path, device="cpu"):
         if type(policy.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             raise UserError(f"no reward model can be made of {path}: transformers has no class for "
                             f"SequenceClassification with a {type(policy.config).__name__}")
-        policy.config.num_labels = 1
-        if len(ends := eos_ids(policy, tokenizer)) > 1:  # a classifier has no generation config
-            policy.config.get_text_config().eos_token_id = sorted(ends)
+        policy.config.num_labels = 1  # next: a classifier has no generation config
+        policy.config.get_text_config().eos_token_id = sorted(eos_ids(policy, tokenizer))
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(policy.config)
         setattr(model, model.base_model_prefix, policy.base_model)
@@ -92,9 +91,7 @@ def load_reward_model(path, tokenizer, device="cpu"):
     """A trained reward model that reads this tokenizer's ids, frozen; an adapter is merged."""
     if not is_scorer(path):
         raise UserError(f"{path} is no reward model; `python train_rm.py --model {path}` makes one")
-    scorer, own = load_scorer(path, device)
-    same_vocabulary(path, own, tokenizer)
-    return lora.merge(scorer).requires_grad_(False).eval()
+    return freeze(path, *load_scorer(path, device), tokenizer)
 
 
 def load_reference(path, policy, tokenizer, device="cpu"):
@@ -102,15 +99,15 @@ def load_reference(path, policy, tokenizer, device="cpu"):
     copy, but of an adapted policy only the adapter is copied."""
     if not path:
         return lora.twin(policy).requires_grad_(False).eval()
-    reference, own = load_policy(path, device)
-    same_vocabulary(path, own, tokenizer)
-    return reference.requires_grad_(False).eval()
+    return freeze(path, *load_policy(path, device), tokenizer)
 
 
-def same_vocabulary(path, own, tokenizer):
+def freeze(path, model, own, tokenizer):
+    """The model, an adapter merged, frozen; its own tokenizer must give the policy's ids."""
     words = own.get_vocab()
     if any(words.get(word) != i for word, i in tokenizer.get_vocab().items()):
         raise UserError(f"{path} has another vocabulary than the policy; take one of its family")
+    return lora.merge(model).requires_grad_(False).eval()
 
 
 def longest(model, max_len):
@@ -120,15 +117,11 @@ def longest(model, max_len):
 
 def is_scorer(path):
     """Whether a folder or hub name holds a reward model rather than a policy."""
-    return is_classifier(read_folder(path)[1])
-
-
-def is_classifier(config):
-    return any("SequenceClassification" in name for name in config.architectures or [])
+    return read_folder(path)[1]
 
 
 def read_folder(path):
-    """The tokenizer and config of a model folder or hub name, or one clear error."""
+    """(tokenizer, is_scorer) of a model folder or hub name, or one clear error."""
     if path == "toy":
         raise UserError("toy is only a start for training; give a folder, such as runs/sft")
     if not Path(path).is_dir() and (str(path).startswith((".", "/", "runs/")) or
@@ -137,14 +130,13 @@ def read_folder(path):
         made = f"; `python train_{name}.py` makes it" if name in RUNS else ""
         raise UserError(f"no model folder {path}{made}")
     if adapter := lora.read(path):
-        tokenizer, config = read_folder(adapter["base_model_name_or_path"])
-        if adapter["task_type"] == "SEQ_CLS":
-            config.architectures = ["SequenceClassification"]
+        tokenizer, _ = read_folder(adapter["base_model_name_or_path"])
         if (Path(path) / "tokenizer_config.json").exists():  # PEFT alone saves none
             tokenizer = AutoTokenizer.from_pretrained(path)
-        return tokenizer, config
+        return tokenizer, adapter["task_type"] == "SEQ_CLS"
     try:
-        return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+        return tokenizer, "ForSequenceClassification" in str(config.architectures)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load a model from {path}: {str(error).splitlines()[0]}") from None
 

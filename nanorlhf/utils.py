@@ -46,7 +46,7 @@ SMALLER = "lower --micro_tokens, give --gradient_checkpointing, --lora_rank 16, 
 class Common:
     """Flags that mean the same in every script."""
 
-    model: str = flag("toy", "start model: a folder or hub name; toy: a fresh tiny model")
+    model: str = flag("runs/sft", "start model: a folder or hub name; toy: a fresh tiny model")
     data: str = flag("toy", "training rows: toy, a .jsonl/.json/.csv/.parquet file, a folder saved "
                      "by datasets, a hub name[:config[:split]], or a mixture of such: a*0.7,b*0.3")
     eval_data: str = flag("", "held-out rows, named as --data; empty: a share of --data")
