@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from nanorlhf import data, evaluate, lora, toy
-from nanorlhf.losses import dpo_loss, sft_loss
+from nanorlhf.losses import dpo_loss
 from nanorlhf.model import (DTYPES, autocast, eos_ids, load_policy, load_reference, longest,
                             save_model, token_logprobs)
 from nanorlhf.rollout import score_tokens
@@ -97,8 +97,7 @@ def train(cfg):
                 lengths = response_logps(part.loss_mask, part)
                 loss = dpo_loss(*policy, *part_ref, cfg.beta, cfg.loss_type, cfg.label_smoothing,
                                 lengths, cfg.simpo_gamma)
-                of_chosen = (part.row % 2 == 0) * part.loss_mask / lengths.T.flatten()[part.row]
-                nll = sft_loss(logp, of_chosen)
+                nll = -(policy[0] / lengths[0]).sum()  # of the chosen answers, per token
             if learn:
                 scaler.scale((loss + cfg.nll_coef * nll) / len(rows)).backward()
             policy, simpo = policy.detach(), cfg.loss_type == "simpo"  # SimPO has no reference

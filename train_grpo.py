@@ -72,10 +72,8 @@ def train(cfg):
     # --- data and reward ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
     lora.adapt(model, cfg)  # --lora_rank
-    if cfg.reward_model:
-        reward = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
-    else:
-        reward = load_reward(cfg.reward or ("toy" if cfg.data == "toy" else "math"))
+    reward = (load_reward_model(cfg.reward_model, tokenizer, cfg.device) if cfg.reward_model
+              else load_reward(cfg.reward or ("toy" if cfg.data == "toy" else "math")))
     prompts, held_out = rl_prompts(cfg, model, tokenizer, reward)
 
     # --- models: the policy, its sampler over the same tensors, the frozen reference ---

@@ -10,7 +10,6 @@ same family with one output: its head is read at the last token (a score) or at 
 """
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -146,10 +145,8 @@ def prepare(model, name):
     if sum(weight.numel() for weight in model.parameters()) < 5_000_000:
         torch.set_num_threads(1)  # for a tiny model a second CPU thread only spins
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for key, value in list(vars(module).items()):  # OPT calls F.dropout with such a number
-            if "drop" in key and isinstance(value, float):
+        for key, value in list(vars(module).items()):  # OPT has such a number beside nn.Dropout
+            if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
                 setattr(module, key, 0.0)
     try:
         check(model.eval())
@@ -230,9 +227,7 @@ def save_model(model, tokenizer, folder):
 
 def autocast(device, dtype):
     """fp32 master weights, compute in `dtype` ("fp32", "bf16" or "fp16")."""
-    if dtype == "fp32":
-        return nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=DTYPES[dtype])
+    return torch.autocast(torch.device(device).type, DTYPES[dtype], enabled=dtype != "fp32")
 
 
 def hidden_states(model, batch):

@@ -5,7 +5,6 @@ revision, whether the run is finished), `metrics.jsonl` (one object a step), `sa
 `curves.png`, and `checkpoint/` with the last two resume points.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.util import find_spec
@@ -259,7 +258,7 @@ class Run:
         seed_everything(config.seed)
         self.config, self.folder = config, Path(config.out)
         self.args_file = self.folder / "args.json"
-        self.track, self.bar, self.opened = lambda values, step: None, tqdm(disable=True), False
+        self.track, self.bar = None, tqdm(disable=True)
         self.born = self.clock = time.perf_counter()
         objection = None if config.show_data else self._objection()  # it writes nothing
         if objection:
@@ -294,25 +293,24 @@ class Run:
             return "--resume needs the flags of the first start; changed: " + ", ".join(changed)
 
     def start(self, **objects):
-        """Take the objects whose state a resume needs; returns (steps done, extra): (0, {}), or
-        with --resume those of `restore`."""
+        """Take the objects whose state a resume needs; returns (steps done, extra)."""
         self.objects = objects
-        models = {k: m for k, m in objects.items() if isinstance(m, torch.nn.Module)}
-        need, free = memory_to_come(models.values(), self.config), free_memory(self.config.device)
+        models = [thing for thing in objects.values() if isinstance(thing, torch.nn.Module)]
+        need, free = memory_to_come(models, self.config), free_memory(self.config.device)
         print(f"memory: training takes about {need / 1e9:.2f} GB more" + (
             f"; that does not fit, {free / 1e9:.2f} GB are left: {SMALLER}" if need > free else ""))
-        # One number for each start model: another one has another.
-        self.origin = {name: float(sum(p.detach().double().abs().sum() for p in model.parameters()))
-                       for name, model in models.items()}
+        # A number that tells by which models, of one kind, a run was started.
+        self.origin = sum(float(weight.detach().double().abs().sum())
+                          for model in models for weight in model.parameters())
         done = self.restore() if self.config.resume else (0, {})
         self.clock = time.perf_counter()
         return done
 
     def _open(self):
         """Make the folder. The first step that is logged does: what fails before leaves nothing."""
-        if self.opened:
+        if self.track:
             return
-        self.opened = True
+        self.track = lambda values, step: None
         if self.config.overwrite:
             old = (*LOGS, "checkpoint", "args.json", "curves.png", "config.json",
                    "model*.safetensors*", "adapter_*", "base")
@@ -335,8 +333,7 @@ class Run:
         takes every row once, in an order of its own; its last step may have fewer rows."""
         size, steps_per_epoch = self.config.batch_size, -(-n_rows // self.config.batch_size)
         self.total = self.config.max_steps or self.config.epochs * steps_per_epoch
-        self.bar = tqdm(range(start, self.total), desc=self.folder.name, initial=start,
-                        total=self.total)
+        self.bar = tqdm(range(start, self.total), self.folder.name, self.total, initial=start)
         for step in self.bar:
             epoch, i = divmod(step, steps_per_epoch)
             order = epoch_order(n_rows, self.config.seed, epoch)
@@ -350,10 +347,9 @@ class Run:
         import transformers
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                              cwd=Path(__file__).parent)
-        values = {"finished": finished, "flags": dataclasses.asdict(self.config),
-                  "script": Path(sys.argv[0]).name, "python": sys.version.split()[0],
-                  "torch": torch.__version__, "transformers": transformers.__version__,
-                  "git": git.stdout.strip() or None}
+        values = {"finished": finished, "flags": asdict(self.config), "torch": torch.__version__,
+                  "transformers": transformers.__version__, "python": sys.version.split()[0],
+                  "script": Path(sys.argv[0]).name, "git": git.stdout.strip() or None}
         write_atomically(self.args_file, json.dumps(values, indent=2) + "\n")
 
     def log(self, step, metrics):
@@ -381,8 +377,7 @@ class Run:
         return values
 
     def save(self, step, extra=None):
-        """A resume point after `step` steps: state of every object, RNGs, lengths of the logs. The
-        one before is kept, so that a file damaged later still leaves a way back."""
+        """A resume point after `step` steps. The one before is kept: a file may get damaged."""
         self._open()
         folder = self.folder / "checkpoint"
         folder.mkdir(exist_ok=True)
@@ -410,9 +405,8 @@ class Run:
         if set(saved["state"]) != set(self.objects):
             raise UserError(f"{file} holds {sorted(saved['state'])}, this run needs "
                             f"{sorted(self.objects)}; it belongs to another script")
-        for name, value in saved["origin"].items():
-            if not math.isclose(value, self.origin[name], rel_tol=1e-6):
-                raise UserError(f"the start {name} has changed; bring it back, or give --overwrite")
+        if not math.isclose(saved["origin"], self.origin, rel_tol=1e-6):
+            raise UserError("a start model has changed; bring it back, or give --overwrite")
         for name, thing in self.objects.items():  # frozen weights stay those of the start model
             thing.load_state_dict(thing.state_dict() | saved["state"][name])
         for name, size in saved["logs"].items():  # steps after the checkpoint are run again
