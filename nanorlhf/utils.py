@@ -260,7 +260,7 @@ class Run:
         self.args_file = self.folder / "args.json"
         self.track, self.bar = None, tqdm(disable=True)
         self.born = self.clock = time.perf_counter()
-        objection = None if config.show_data else self._objection()  # it writes nothing
+        objection = None if config.show_data else self._objection()  # show_data writes nothing
         if objection:
             raise UserError(objection)
 
