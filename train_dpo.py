@@ -18,12 +18,11 @@ of the answers to a few per cent, and the gold score from 0.5 to between 0.8 and
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from nanorlhf import data, evaluate, lora, toy
-from nanorlhf.losses import dpo_loss, sft_loss
+from nanorlhf.losses import dpo_loss
 from nanorlhf.model import (DTYPES, autocast, eos_ids, load_policy, load_reference, longest,
                             save_model, token_logprobs)
 from nanorlhf.rollout import score_tokens
@@ -33,17 +32,16 @@ from nanorlhf.utils import Common, Run, add_stats, flag, lr_at, main, optimizer_
 
 @dataclass
 class Config(Common):
-    model: str = flag("runs/sft", "start model")
     ref_model: str = flag("", "frozen reference; empty: the start model")
     out: str = flag("runs/dpo", "run folder that is written")
     lr: float = flag(1.5e-4, "peak learning rate; 5e-7 to 5e-6 for a real model")
     batch_size: int = flag(32, "pairs of one optimiser step")
     beta: float = flag(0.3, "strength of the pull towards the reference; 0.1 is usual")
-    loss_type: str = flag("sigmoid", "sigmoid, ipo, hinge or simpo")
+    loss_type: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "ipo", "hinge", "simpo"))
     label_smoothing: float = flag(0.0, "assumed share of wrong labels (cDPO)")
     simpo_gamma: float = flag(0.5, "simpo: target margin")
     nll_coef: float = flag(0.5, "weight of the chosen answer's negative log-likelihood per token")
-    toy_pairs: int = flag(2000, "pairs that the embedded world's annotator judges")
+    toy_rows: int = flag(2000, "pairs that the embedded world's annotator judges")
     eval_prompts: int = flag(128, "held-out prompts answered at each evaluation")
     max_new_tokens: int = flag(96, "longest answer in an evaluation")
 
@@ -63,9 +61,7 @@ def train(cfg):
     lora.adapt(model, cfg)  # --lora_rank
     data.set_template(tokenizer, cfg.chat_template)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    train_rows, eval_rows = data.train_and_eval_rows(
-        cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
-        partial(toy.pairs, cfg.eval_rows, sampler=sampler, noise=False))
+    train_rows, eval_rows = data.train_and_eval_rows(cfg, toy.pairs, sampler=sampler)
     max_len, ends = longest(model, cfg.max_len), eos_ids(model, tokenizer)
     pairs, _ = data.encode_pairs(train_rows, tokenizer, max_len, ends)
     held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)
@@ -101,8 +97,7 @@ def train(cfg):
                 lengths = response_logps(part.loss_mask, part)
                 loss = dpo_loss(*policy, *part_ref, cfg.beta, cfg.loss_type, cfg.label_smoothing,
                                 lengths, cfg.simpo_gamma)
-                of_chosen = (part.row % 2 == 0) * part.loss_mask / lengths.T.flatten()[part.row]
-                nll = sft_loss(logp, of_chosen)
+                nll = -(policy[0] / lengths[0]).sum()  # of the chosen answers, per token
             if learn:
                 scaler.scale((loss + cfg.nll_coef * nll) / len(rows)).backward()
             policy, simpo = policy.detach(), cfg.loss_type == "simpo"  # SimPO has no reference
@@ -118,16 +113,14 @@ def train(cfg):
         metrics, tokens = over([pairs[i] for i in picked], ref[list(picked)], learn=True)
         metrics["lr"] = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
-        metrics["tokens_per_s"] = run.speed(tokens)
 
         # --- evaluation on held-out pairs and prompts, and a resume point ---
         if run.due(step, cfg.eval_every):
             found, _ = over(held_out, held_out_ref, learn=False)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
-            found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
-            metrics = found | metrics  # `accuracy` is that of the pairs
-            run.samples(step + 1, samples)
-        run.end_step(step, metrics)
+            answers = evaluate.held_out_answers(run, step, sampler, prompts)
+            metrics = answers | metrics  # `accuracy` is that of the pairs
+        run.end_step(step, metrics, tokens)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

@@ -20,28 +20,23 @@ What to expect on the embedded world, in three minutes: guesses vanish within te
 the working itself gets better: gold score from 0.5 to over 0.97.
 """
 
-import sys
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
 from nanorlhf import evaluate, lora
-from nanorlhf.losses import (group_advantages, importance_weights, kl_estimate, ppo_policy_loss,
-                             ppo_stats, token_weights)
+from nanorlhf.losses import group_advantages, kl_estimate, ppo_policy_loss, ppo_stats
 from nanorlhf.model import (DTYPES, autocast, load_policy, load_reference, load_reward_model,
                             save_model, token_logprobs)
 from nanorlhf.rewards import load_reward
 from nanorlhf.rollout import mini_batches, rl_prompts, roll_out
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (Common, Run, UserError, add_stats, flag, lr_at, main, mean_stats,
-                            optimizer_step, trainable)
+                            optimizer_step, trainable, warn)
 
 AGGREGATION = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant"}
 
 
 @dataclass
 class Config(Common):
-    model: str = flag("runs/sft", "start model")
     ref_model: str = flag("", "frozen reference for the KL; empty: the start model")
     out: str = flag("runs/grpo", "run folder that is written")
     lr: float = flag(5e-4, "peak learning rate; 1e-6 for a real model")
@@ -51,12 +46,15 @@ class Config(Common):
     mini_batches: int = flag(1, "optimiser steps of one pass over the answers")
     reward: str = flag("", "toy, math, format, or file.py:function; empty: toy or math by --data")
     reward_model: str = flag("", "a reward model of train_rm.py instead of a reward function")
-    advantage: str = flag("grpo", "grpo, dr_grpo (no division by the spread) or rloo")
-    loss_type: str = flag("dapo", "mean over tokens (dapo), answers (grpo), or constant (dr_grpo)")
+    advantage: str = flag("grpo", "of an answer; dr_grpo: not divided by the group's spread",
+                          choices=("grpo", "dr_grpo", "rloo"))
+    loss_type: str = flag("dapo", "mean over tokens (dapo), answers (grpo), or constant (dr_grpo)",
+                          choices=AGGREGATION)
     clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
     clip_eps_high: float = flag(0.28, "the ratio is clipped at 1 + this")
     kl_coef: float = flag(0.0, "weight of the KL term in the loss; 0: no reference is kept")
-    kl_estimator: str = flag("k3", "k2 or k3 (Schulman 2020); of k1 the gradient averages to 0")
+    kl_estimator: str = flag("k3", "of Schulman (2020); the gradient of k1 averages to 0",
+                             choices=("k1", "k2", "k3"))
     tis_cap: float = flag(2.0, "cap of the sampler/trainer importance weight; 0: none")
     temperature: float = flag(1.0, "sampling temperature, also in every log-prob")
     max_new_tokens: int = flag(96, "longest answer")
@@ -68,19 +66,14 @@ class Config(Common):
 
 def train(cfg):
     if cfg.group_size < 2:
-        raise UserError("--group_size 1: an advantage measured against the group needs at least 2 "
-                        "answers to a prompt; use train_ppo.py for one")
-    if cfg.loss_type not in AGGREGATION:
-        raise UserError(f"--loss_type {cfg.loss_type} must be one of {', '.join(AGGREGATION)}")
+        raise UserError("--group_size must be at least 2: answers are measured against each other")
     run = Run(cfg)
 
     # --- data and reward ---
     model, tokenizer = load_policy(cfg.model, cfg.device)
     lora.adapt(model, cfg)  # --lora_rank
-    if cfg.reward_model:
-        reward = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
-    else:
-        reward = load_reward(cfg.reward or ("toy" if cfg.data == "toy" else "math"))
+    reward = (load_reward_model(cfg.reward_model, tokenizer, cfg.device) if cfg.reward_model
+              else load_reward(cfg.reward or ("toy" if cfg.data == "toy" else "math")))
     prompts, held_out = rl_prompts(cfg, model, tokenizer, reward)
 
     # --- models: the policy, its sampler over the same tensors, the frozen reference ---
@@ -89,6 +82,7 @@ def train(cfg):
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     start, _ = run.start(model=model, optimizer=optimizer, scaler=scaler)
+    clip = cfg.clip_eps_low, cfg.clip_eps_high
 
     # --- training ---
     for step, picked in run.steps(len(prompts), start):
@@ -102,44 +96,32 @@ def train(cfg):
         flat = (advantages.view(-1, cfg.group_size) == 0).all(1)  # groups that teach nothing
         metrics["zero_spread_groups"] = float(flat.float().mean())
         if step == start and flat.all():
-            tqdm.write("warning: all answers to a prompt earned the same, so nothing is learned "
-                       "from this iteration; check --reward, or ask easier prompts",
-                       file=sys.stderr)
+            warn("all answers to a prompt earned the same, so nothing is learned from this "
+                 "iteration; check --reward, or ask easier prompts")
 
         # 3. Improve the policy on them: clipped surrogate, every token or answer weighs the same.
         lr, updates = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio), []
-        for mini in mini_batches(rollout, cfg, step):
-            # Divided once, before the micro-batches are cut: a mean as --loss_type says.
-            mini.loss_mask = token_weights(mini.loss_mask, mini.cu_seqlens,
-                                           AGGREGATION[cfg.loss_type], cfg.max_new_tokens)
+        for mini in mini_batches(rollout, cfg, step, AGGREGATION[cfg.loss_type]):
             stats, total = {}, mini.loss_mask.sum().clamp(min=1e-9)
             for part in mini.split(cfg.micro_tokens):
                 with autocast(cfg.device, cfg.dtype):
                     logp, _ = token_logprobs(model, part, cfg.temperature)
-                weight = part.loss_mask
-                if cfg.tis_cap:  # the sampler is not quite the trainer
-                    weight = weight * importance_weights(part.old_logp, part.sampler_logp, weight,
-                                                         cfg.tis_cap)
-                loss = ppo_policy_loss(logp, part.old_logp, part.advantages, weight,
-                                       cfg.clip_eps_low, cfg.clip_eps_high)
+                loss = ppo_policy_loss(logp, part.old_logp, part.advantages,
+                                       part.loss_mask * part.trust, *clip)
                 if reference is not None:
                     kl = kl_estimate(logp, part.ref_logp, cfg.kl_estimator)
                     loss = loss + cfg.kl_coef * (kl * part.loss_mask).sum()
                 scaler.scale(loss).backward()
                 stats = add_stats(stats, {"loss": loss.item()} | ppo_stats(
-                    logp, part.old_logp, part.advantages, part.loss_mask / total,
-                    cfg.clip_eps_low, cfg.clip_eps_high))
+                    logp, part.old_logp, part.advantages, part.loss_mask / total, *clip))
             stats["grad_norm"] = optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
             updates.append(stats)
         metrics |= mean_stats(updates)
-        metrics |= {"lr": lr, "tokens_per_s": run.speed(len(rollout.input_ids))}
 
         # 4. Evaluate on held-out prompts, and keep a resume point.
         if run.due(step, cfg.eval_every):
-            found, samples = evaluate.held_out_answers(sampler, held_out, cfg)
-            metrics |= {f"eval_{name}": value for name, value in found.items()}
-            run.samples(step + 1, samples)
-        run.end_step(step, metrics)
+            metrics |= evaluate.held_out_answers(run, step, sampler, held_out, "eval_")
+        run.end_step(step, metrics | {"lr": lr}, len(rollout.input_ids))
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

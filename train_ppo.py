@@ -20,27 +20,24 @@ iteration; the critic learns alone for three, then guesses vanish within ten: go
 """
 
 import copy
-import sys
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from nanorlhf import evaluate, lora
-from nanorlhf.losses import (adaptive_kl, explained_variance, gae, importance_weights, kl_estimate,
-                             ppo_policy_loss, ppo_stats, token_weights, value_loss, whiten)
+from nanorlhf.losses import (adaptive_kl, explained_variance, gae, kl_estimate, ppo_policy_loss,
+                             ppo_stats, value_loss, whiten)
 from nanorlhf.model import (DTYPES, autocast, load_policy, load_reference, load_reward_model,
                             load_scorer, save_model, token_logprobs, token_values)
 from nanorlhf.rewards import load_reward
 from nanorlhf.rollout import mini_batches, rl_prompts, roll_out
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (Common, Run, UserError, add_stats, flag, lr_at, main, mean_stats,
-                            optimizer_step, trainable)
+                            optimizer_step, trainable, warn)
 
 
 @dataclass
 class Config(Common):
-    model: str = flag("runs/sft", "start model")
     ref_model: str = flag("", "frozen reference; empty: the start model")
     reward_model: str = flag("runs/rm", "reward model; the critic starts from it too")
     reward: str = flag("", "a function instead of the reward model: toy, math, file.py:name")
@@ -53,7 +50,7 @@ class Config(Common):
     inner_epochs: int = flag(2, "passes over the answers of one iteration")
     mini_batches: int = flag(2, "optimiser steps of one pass over the answers")
     kl_coef: float = flag(0.05, "weight of the KL penalty in the reward")
-    kl_estimator: str = flag("k1", "k1, k2 or k3 (Schulman 2020)")
+    kl_estimator: str = flag("k1", "of Schulman (2020)", choices=("k1", "k2", "k3"))
     kl_target: float = flag(0.0, "KL per answer that an adaptive kl_coef aims at; 0: fixed kl_coef")
     kl_horizon: int = flag(10000, "answers over which the adaptive kl_coef moves")
     gamma: float = flag(1.0, "discount of later rewards")
@@ -97,13 +94,12 @@ def train(cfg):
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     start, extra = run.start(model=model, critic=critic, optimizer=optimizer, scaler=scaler,
                              critic_optimizer=critic_optimizer, critic_scaler=critic_scaler)
-    kl_coef = extra.get("kl_coef", cfg.kl_coef)
+    kl_coef, clip = extra.get("kl_coef", cfg.kl_coef), (cfg.clip_eps_low, cfg.clip_eps_high)
 
     # --- training ---
     for step, picked in run.steps(len(prompts), start):
         if step == start and run.total <= cfg.critic_warmup:
-            tqdm.write(f"warning: all {run.total} iterations are --critic_warmup, the policy will "
-                       "not learn", file=sys.stderr)
+            warn(f"all {run.total} iterations are --critic_warmup, the policy will not learn")
         # 1. Answer the prompts of this iteration, score the answers, and ask the critic.
         rollout, metrics = roll_out(cfg, step, [prompts[i] for i in picked], sampler, reward,
                                     model, reference)
@@ -121,29 +117,21 @@ def train(cfg):
         rollout.advantages, rollout.returns = gae(rollout.rewards, rollout.values, mask, cfg.gamma,
                                                   cfg.gae_lambda, rollout.cu_seqlens)
         rollout.advantages = whiten(rollout.advantages, mask)
-        metrics["kl_coef"] = kl_coef
-        metrics["kl_penalty"] = float(-kl_coef * (kl * mask).sum() / mask.sum())
-        explained = explained_variance(rollout.values, rollout.returns, mask)
-        metrics["explained_variance"] = float(explained)
+        metrics |= {"kl_coef": kl_coef, "kl_penalty": -kl_coef * (kl * mask).sum() / mask.sum(),
+                    "explained_variance": explained_variance(rollout.values, rollout.returns, mask)}
 
         # 3. Improve policy and critic on them, each with its own optimiser.
         lr = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         critic_lr = lr_at(step, run.total, cfg.critic_lr, cfg.warmup_ratio)
         train_policy, updates = step >= cfg.critic_warmup, []
-        for mini in mini_batches(rollout, cfg, step):
-            # Divided once, before the micro-batches are cut: a mean over the tokens.
-            mini.loss_mask = token_weights(mini.loss_mask, mini.cu_seqlens, "token")
+        for mini in mini_batches(rollout, cfg, step, "token"):
             stats = {}
             for part in mini.split(cfg.micro_tokens):
                 with autocast(cfg.device, cfg.dtype):
                     logp, _ = token_logprobs(model, part, cfg.temperature)
                     values = token_values(critic, part)
-                weight = part.loss_mask
-                if cfg.tis_cap:  # the sampler is not quite the trainer
-                    weight = weight * importance_weights(part.old_logp, part.sampler_logp, weight,
-                                                         cfg.tis_cap)
-                loss = ppo_policy_loss(logp, part.old_logp, part.advantages, weight,
-                                       cfg.clip_eps_low, cfg.clip_eps_high, cfg.dual_clip or None)
+                loss = ppo_policy_loss(logp, part.old_logp, part.advantages,
+                                       part.loss_mask * part.trust, *clip, cfg.dual_clip or None)
                 critic_loss = value_loss(values, part.values, part.returns, part.loss_mask,
                                          cfg.value_clip or None)
                 if train_policy:
@@ -151,7 +139,7 @@ def train(cfg):
                 critic_scaler.scale(critic_loss).backward()
                 stats = add_stats(stats, {"loss": loss.item(), "value_loss": critic_loss.item()}
                                   | ppo_stats(logp, part.old_logp, part.advantages, part.loss_mask,
-                                              cfg.clip_eps_low, cfg.clip_eps_high))
+                                              *clip))
             stats["grad_norm"] = (optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
                                   if train_policy else float("nan"))
             stats["critic_grad_norm"] = optimizer_step(critic_optimizer, critic_lr, cfg.grad_clip,
@@ -161,14 +149,11 @@ def train(cfg):
         if cfg.kl_target:
             kl_coef = adaptive_kl(kl_coef, metrics["kl_sequence"], cfg.kl_target, cfg.kl_horizon,
                                   len(rollout))
-        metrics |= {"lr": lr, "tokens_per_s": run.speed(len(rollout.input_ids))}
 
         # 4. Evaluate on held-out prompts, and keep a resume point.
         if run.due(step, cfg.eval_every):
-            found, samples = evaluate.held_out_answers(sampler, held_out, cfg)
-            metrics |= {f"eval_{name}": value for name, value in found.items()}
-            run.samples(step + 1, samples)
-        run.end_step(step, metrics, {"kl_coef": kl_coef})
+            metrics |= evaluate.held_out_answers(run, step, sampler, held_out, "eval_")
+        run.end_step(step, metrics | {"lr": lr}, len(rollout.input_ids), {"kl_coef": kl_coef})
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

@@ -17,7 +17,6 @@ ranks some 97 % of noise-free held-out pairs right, though 5 % of its training l
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -26,17 +25,16 @@ from nanorlhf.losses import bradley_terry_loss
 from nanorlhf.model import (autocast, eos_ids, load_policy, load_scorer, longest, save_model,
                             sequence_scores)
 from nanorlhf.sampler import Sampler
-from nanorlhf.utils import Common, Run, flag, lr_at, main, optimizer_step, trainable
+from nanorlhf.utils import Common, Run, add_stats, flag, lr_at, main, optimizer_step, trainable
 
 
 @dataclass
 class Config(Common):
-    model: str = flag("runs/sft", "start model: a policy, or a reward model to train on")
     out: str = flag("runs/rm", "run folder that is written")
     lr: float = flag(5e-4, "peak learning rate; 1e-5 for a real model")
     batch_size: int = flag(32, "pairs of one optimiser step")
     centre_coef: float = flag(0.01, "weight of (r_chosen + r_rejected)^2, to keep scores near 0")
-    toy_pairs: int = flag(2000, "pairs that the embedded world's annotator judges")
+    toy_rows: int = flag(2000, "pairs that the embedded world's annotator judges")
 
 
 def train(cfg):
@@ -47,9 +45,7 @@ def train(cfg):
     lora.adapt(scorer, cfg)  # --lora_rank
     data.set_template(tokenizer, cfg.chat_template)
     sampler = Sampler(*load_policy(cfg.model, cfg.device)) if cfg.data == "toy" else None
-    train_rows, eval_rows = data.train_and_eval_rows(
-        cfg, partial(toy.pairs, cfg.toy_pairs, sampler=sampler),
-        partial(toy.pairs, cfg.eval_rows, sampler=sampler, noise=False))
+    train_rows, eval_rows = data.train_and_eval_rows(cfg, toy.pairs, sampler=sampler)
     max_len, ends = longest(scorer, cfg.max_len), eos_ids(scorer, tokenizer)
     pairs, margins = data.encode_pairs(train_rows, tokenizer, max_len, ends)
     held_out, _ = data.encode_pairs(eval_rows[: cfg.eval_rows], tokenizer, max_len, ends)
@@ -63,8 +59,7 @@ def train(cfg):
     for step, picked in run.steps(len(pairs), start):
         batch = data.Batch.from_rows([row for i in picked for row in pairs[i]]).to(cfg.device)
         margin = torch.tensor([margins[i] for i in picked], device=cfg.device)  # (P,)
-        metrics = dict.fromkeys(("loss", "accuracy", "reward_chosen", "reward_rejected"), 0.0)
-        done = 0
+        metrics, done = {}, 0
         for part in batch.split(cfg.micro_tokens, unit=2):  # a pair stays together
             with autocast(cfg.device, cfg.dtype):
                 chosen, rejected = sequence_scores(scorer, part).view(-1, 2).unbind(1)  # (P,) each
@@ -72,14 +67,12 @@ def train(cfg):
                                           cfg.centre_coef) / len(picked)
             scaler.scale(loss).backward()
             done += len(chosen)
-            metrics["loss"] += loss.item()
-            metrics["accuracy"] += (chosen > rejected).sum().item() / len(picked)
-            metrics["reward_chosen"] += chosen.sum().item() / len(picked)
-            metrics["reward_rejected"] += rejected.sum().item() / len(picked)
-        metrics["margin"] = metrics["reward_chosen"] - metrics["reward_rejected"]
+            stats = {"accuracy": (chosen > rejected).sum(), "reward_chosen": chosen.sum(),
+                     "reward_rejected": rejected.sum(), "margin": (chosen - rejected).sum()}
+            stats = {name: value.item() / len(picked) for name, value in stats.items()}
+            metrics = add_stats(metrics, {"loss": loss.item()} | stats)
         metrics["lr"] = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
-        metrics["tokens_per_s"] = run.speed(len(batch.input_ids))
 
         # --- evaluation on held-out pairs, and a resume point ---
         if run.due(step, cfg.eval_every):
@@ -89,7 +82,7 @@ def train(cfg):
                 {"response": tokenizer.decode(row[0]), "score": float(score), "preferred": side}
                 for pair, pair_scores in zip(held_out[:3], scores)
                 for row, score, side in zip(pair, pair_scores, ("chosen", "rejected"))])
-        run.end_step(step, metrics)
+        run.end_step(step, metrics, len(batch.input_ids))
 
     # Mean and spread of the held-out scores travel in config.json: PPO rewards are normalised by
     # them, plain transformers ignores them.

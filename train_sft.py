@@ -28,10 +28,11 @@ from nanorlhf.utils import Common, Run, flag, lr_at, main, optimizer_step, train
 
 @dataclass
 class Config(Common):
+    model: str = flag("toy", "start model: a folder or hub name; toy: a fresh tiny model")
     out: str = flag("runs/sft", "run folder that is written")
     lr: float = flag(3e-3, "peak learning rate; 1e-5 to 2e-5 for a real model")
     batch_size: int = flag(16, "rows of one optimiser step")
-    train_on: str = flag("all", "replies of a conversation that are learned: all, or the last")
+    train_on: str = flag("all", "replies of a conversation to learn", choices=("all", "last"))
     toy_rows: int = flag(30000, "training rows drawn from the embedded world")
     eval_prompts: int = flag(128, "held-out prompts answered at each evaluation")
     eval_every: int = flag(250, "steps between evaluations; 0: only at the end")
@@ -46,8 +47,7 @@ def train(cfg):
     model, tokenizer = load_policy(cfg.model, cfg.device, cfg.seed)
     lora.adapt(model, cfg)  # --lora_rank
     data.set_template(tokenizer, cfg.chat_template)
-    train_rows, eval_rows = data.train_and_eval_rows(
-        cfg, partial(toy.demonstrations, cfg.toy_rows), partial(toy.demonstrations, cfg.eval_rows))
+    train_rows, eval_rows = data.train_and_eval_rows(cfg, toy.demonstrations)
     max_len, ends = longest(model, cfg.max_len), eos_ids(model, tokenizer)
     encode = partial(data.encode_sft, tokenizer=tokenizer, max_len=max_len, stop_ids=ends,
                      train_on=cfg.train_on)
@@ -75,18 +75,15 @@ def train(cfg):
             loss += part_loss.item()
         lr = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         norm = optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
-        metrics = {"loss": loss, "lr": lr, "grad_norm": norm,
-                   "tokens_per_s": run.speed(len(batch.input_ids))}
+        metrics = {"loss": loss, "lr": lr, "grad_norm": norm}
 
         # --- evaluation on held-out rows, and a resume point ---
         if run.due(step, cfg.eval_every):
             metrics["eval_loss"] = evaluate.held_out_loss(model, held_out, cfg.micro_tokens,
                                                           cfg.device)
             if prompts:  # rows of plain text have none
-                found, samples = evaluate.held_out_answers(sampler, prompts, cfg)
-                metrics |= found
-                run.samples(step + 1, samples)
-        run.end_step(step, metrics)
+                metrics |= evaluate.held_out_answers(run, step, sampler, prompts)
+        run.end_step(step, metrics, len(batch.input_ids))
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

@@ -42,7 +42,7 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "overoptimise")
     args = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
-    run("train_rm.py", "--model", args.sft, "--toy_pairs", 96, "--epochs", 2,
+    run("train_rm.py", "--model", args.sft, "--toy_rows", 96, "--epochs", 2,
         "--out", args.runs / "rm", "--overwrite")
     run("train_ppo.py", "--model", args.sft, "--reward_model", args.runs / "rm", "--kl_coef", 0,
         "--missing_eos_penalty", 0, "--eval_every", 5,

@@ -14,7 +14,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, fields
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import ClassVar
@@ -24,7 +24,7 @@ from jinja2 import TemplateError
 from torch.nn.functional import pad
 
 from nanorlhf.toy import parse_grade
-from nanorlhf.utils import UserError, epoch_order
+from nanorlhf.utils import UserError, epoch_order, warn
 
 ORIGIN = "_origin"  # the key under which a row remembers its file:line
 # The columns that make a row one of a kind: the prompt's, or None where the others hold it, and the
@@ -374,11 +374,6 @@ def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=
     return ids, mask
 
 
-@cache  # each warning once
-def warn(message):
-    print(f"warning: {message}", file=sys.stderr)
-
-
 def _encode_rows(rows, encode_row, or_none=False):
     """[encode_row(row)], empty only with or_none; Dropped rows are counted, errors name the row."""
     kept, dropped = [], Counter()
@@ -470,15 +465,14 @@ def show_data(config, rows, tokenizer):
         sys.exit()
 
 
-def train_and_eval_rows(config, toy_train, toy_eval):
-    """(training rows, held-out rows) as --data and --eval_data say. Without --eval_data a 20th of
-    the rows, at most 200, is held out; fewer than 20 rows serve as both."""
+def train_and_eval_rows(config, toy_rows, **options):
+    """(training rows, held-out rows) as --data and --eval_data say; toy_rows makes the embedded
+    world's. Without --eval_data a 20th, at most 200, is held out; fewer than 20 serve as both."""
     if config.data == "toy":
         if config.eval_data or config.columns:
             raise UserError("--eval_data and --columns go with --data, not with the toy world")
-        grade = parse_grade(config.toy_grade)
-        return (toy_train(seed=config.seed, split="train", grade=grade),
-                toy_eval(seed=0, split="eval", grade=grade))
+        draw = partial(toy_rows, grade=parse_grade(config.toy_grade), **options)
+        return draw(config.toy_rows, config.seed, "train"), draw(config.eval_rows, 0, "eval")
     rows = load_rows(config.data, columns=config.columns, seed=config.seed)
     if config.eval_data:
         return rows, load_rows(config.eval_data, columns=config.columns)

@@ -55,13 +55,14 @@ def answer(sampler, prompts, params, embedded=False):
     return metrics, completions, right
 
 
-def held_out_answers(sampler, prompts, config):
-    """(metrics, four rows for samples.jsonl): what the training scripts evaluate a policy by."""
-    params = SamplingParams(max_new_tokens=config.max_new_tokens, seed=config.seed)
-    metrics, completions, right = answer(sampler, prompts, params, config.data == "toy")
-    return metrics, [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
-                      "score": score, "finish": c.finish_reason}
-                     for c, score in zip(completions, right[:4] or [None] * 4)]
+def held_out_answers(run, step, sampler, prompts, prefix=""):
+    """Metrics by which training scripts evaluate a policy; four answers go to samples.jsonl."""
+    params = SamplingParams(max_new_tokens=run.config.max_new_tokens, seed=run.config.seed)
+    metrics, completions, right = answer(sampler, prompts, params, run.config.data == "toy")
+    run.samples(step + 1, [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
+                            "score": score, "finish": c.finish_reason}
+                           for c, score in zip(completions, right[:4] or [None] * 4)])
+    return {prefix + name: value for name, value in metrics.items()}
 
 
 def held_out_loss(model, rows, micro_tokens, device):
@@ -179,7 +180,7 @@ def evaluate_scorer(cfg):
             return {"score": float(sequence_scores(scorer, batch))}
     if cfg.data == "toy":
         sampler = Sampler(*load_policy(cfg.pairs_from, cfg.device)) if cfg.pairs_from else None
-        rows = toy.pairs(cfg.limit, split="eval", sampler=sampler, noise=False,
+        rows = toy.pairs(cfg.limit, split="eval", sampler=sampler,
                          grade=toy.parse_grade(cfg.toy_grade))
     else:
         rows = data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed)[: cfg.limit]

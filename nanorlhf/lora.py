@@ -82,8 +82,7 @@ def adapt(model, config):
         return merge(model).requires_grad_(True)
     base = found["base_model_name_or_path"] if found else model.name_or_path  # "": a toy
     if base and Path(config.out).resolve() in (Path(base).resolve(), *Path(base).resolve().parents):
-        raise UserError(f"--out {config.out} would overwrite the model that the adapter needs as "
-                        "its base; give another folder")
+        raise UserError(f"--out {config.out} would overwrite the base; give another folder")
     targets = config.lora_targets.replace(" ", "").split(",") if config.lora_targets else []
     if not found:
         layers = linear_layers(model)
@@ -91,17 +90,16 @@ def adapt(model, config):
         picked = {t: [name for name in layers if f".{name}".endswith(f".{t}")]
                   for t in targets or leaves}
         if none := [t for t, names in picked.items() if not names]:
-            raise UserError(f"--lora_targets {','.join(none)}: no linear layer of the model has "
-                            f"such a name; it has {', '.join(leaves)}")
+            raise UserError(f"--lora_targets {','.join(none)} are no linear layers of the model; "
+                            f"it has {', '.join(leaves)}")
         attach(model, dict.fromkeys(sum(picked.values(), [])), PLAIN | {
             "base_model_name_or_path": base or f"{config.out}/base", "target_modules": list(picked),
             "r": rank, "lora_alpha": config.lora_alpha or 2 * rank, "lora_dropout": 0.0,
             "fan_in_fan_out": any(isinstance(m, Conv1D) for m in layers.values())})
     elif (found["r"] != rank or config.lora_alpha not in (0, found["lora_alpha"])
           or targets and set(targets) != set(found["target_modules"])):
-        raise UserError("--model has an adapter, which training goes on with: give --lora_rank "
-                        f"{found['r']} and no other --lora_alpha or --lora_targets, or merge it "
-                        "first with python -m nanorlhf.lora")
+        raise UserError(f"to go on with the adapter of --model give --lora_rank {found['r']} and "
+                        "no other --lora_alpha or --lora_targets, or merge it with nanorlhf.lora")
     model.requires_grad_(False)
     for module, leaf in trained(model).values():
         setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().clone()))
@@ -147,8 +145,7 @@ def load(model, path, config):
     """Put the adapter of a folder onto its base. Every tensor of the file must have its place in
     the model, and the other way round. Returns the model."""
     if odd := [f"{k}={config[k]}" for k, v in PLAIN.items() if (config.get(k) or v) != v]:
-        raise UserError(f"the adapter {path} has {', '.join(odd)}, which nanorlhf does not compute;"
-                        " merge it with PEFT")
+        raise UserError(f"{path}: nanorlhf does not compute {', '.join(odd)}; merge it with PEFT")
     file, end = Path(path) / "adapter_model.safetensors", ".lora_A.weight"
     if not file.exists():
         raise UserError(f"{path} has an adapter_config.json, but no {file.name}")
@@ -159,11 +156,9 @@ def load(model, path, config):
     names = {k.removeprefix(PREFIX).removesuffix(end) for k in weights if k.endswith(end)}
     attach(model, sorted(names & linear_layers(model).keys()), config)
     places = trained(model)
-    odd = [key for key in places.keys() | weights.keys() if key not in places or key not in weights
-           or getattr(*places[key]).shape != weights[key].shape]
-    if odd or not names:
-        raise UserError(f"the adapter {path} does not fit {config['base_model_name_or_path']}: "
-                        f"{len(odd)} tensors without their like, such as {min(odd, default='')}")
+    shapes = {key: getattr(*place).shape for key, place in places.items()}
+    if not names or shapes != {key: weight.shape for key, weight in weights.items()}:
+        raise UserError(f"the adapter {path} does not fit {config['base_model_name_or_path']}")
     for key, (module, leaf) in places.items():
         getattr(module, leaf).data = weights[key].float()
     return model

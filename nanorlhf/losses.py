@@ -214,7 +214,10 @@ def group_advantages(rewards, group_size, kind):
 @torch.no_grad()
 def importance_weights(old_logp, sampler_logp, mask, cap=2.0):
     """min(exp(old_logp - sampler_logp), cap) (N,), 0 if masked: truncated importance sampling (Yao
-    et al. 2025), a factor on the loss's mask for a sampler not quite equal to the trainer."""
+    et al. 2025), a factor on the loss's mask for a sampler not quite equal to the trainer. Without
+    a cap (0) all weights are 1."""
+    if not cap:
+        return mask
     old_logp, sampler_logp = masked(mask, old_logp=old_logp, sampler_logp=sampler_logp)
     weights = (old_logp - sampler_logp).clamp(-BOUND, BOUND).exp().clamp(max=cap)
     return weights.masked_fill(mask == 0, 0)

@@ -10,7 +10,6 @@ same family with one output: its head is read at the last token (a score) or at 
 """
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -39,25 +38,22 @@ def load_policy(path, device="cpu", seed=0):
     if path == "toy":
         model, tokenizer = toy.new_model(seed), toy.tokenizer()
     else:
-        tokenizer, config = read_folder(path)
-        if is_classifier(config):
-            raise UserError(f"{path} is a reward model, not a policy; give a policy's folder, such "
-                            "as runs/sft")
+        tokenizer, scores = read_folder(path)
+        if scores:
+            raise UserError(f"{path} is a reward model, not a policy; give one, such as runs/sft")
         model = load_weights(AutoModelForCausalLM, path)
     return prepare(model, path).to(device), tokenizer
 
 
 def load_weights(model_class, path, **kwargs):
-    """The model of a folder in fp32, of an adapter's folder on top of its base; weights that are
-    missing are an error."""
+    """The model of a folder in fp32, an adapter on its base; missing weights are an error."""
     adapter = lora.read(path)
     model, report = model_class.from_pretrained(
         adapter["base_model_name_or_path"] if adapter else path, dtype=torch.float32,
         output_loading_info=True, **kwargs)
-    missing = [n for n in report["missing_keys"] if not (adapter and n == "score.weight")]
+    missing = set(report["missing_keys"]) - ({"score.weight"} if adapter else set())
     if missing:
-        raise UserError(f"{path} lacks weights of {type(model).__name__}: {', '.join(missing[:3])}"
-                        "; the folder is damaged or of another kind")
+        raise UserError(f"{path} is damaged or of another kind: it lacks {min(missing)}")
     return lora.load(model, path, adapter) if adapter else model
 
 
@@ -67,11 +63,10 @@ def load_scorer(path, device="cpu"):
     if path == "toy" or not is_scorer(path):
         policy, tokenizer = load_policy(path)
         if type(policy.config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            raise UserError(f"no reward model can be made of {path}: transformers has no "
-                            f"SequenceClassification class for {type(policy.config).__name__}")
-        policy.config.num_labels = 1
-        if len(ends := eos_ids(policy, tokenizer)) > 1:  # a classifier has no generation config
-            policy.config.get_text_config().eos_token_id = sorted(ends)
+            raise UserError(f"no reward model can be made of {path}: transformers has no class for "
+                            f"SequenceClassification with a {type(policy.config).__name__}")
+        policy.config.num_labels = 1  # next: a classifier has no generation config
+        policy.config.get_text_config().eos_token_id = sorted(eos_ids(policy, tokenizer))
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(policy.config)
         setattr(model, model.base_model_prefix, policy.base_model)
@@ -83,8 +78,8 @@ def load_scorer(path, device="cpu"):
         one = {"num_labels": 1} if lora.read(path) else {}  # its base may be a policy
         model = load_weights(AutoModelForSequenceClassification, path, **one)
     if model.config.num_labels != 1 or not hasattr(model, "score"):
-        raise UserError(f"{path} is a classifier with {model.config.num_labels} outputs, a reward "
-                        "model has one; train one with train_rm.py")
+        raise UserError(f"{path} is a classifier with {model.config.num_labels} outputs and no "
+                        "reward model; train one with train_rm.py")
     model.config.get_text_config().pad_token_id = None  # the check reads one row at a time
     prepare(model, path)
     distinct_pad(model, tokenizer)
@@ -95,9 +90,7 @@ def load_reward_model(path, tokenizer, device="cpu"):
     """A trained reward model that reads this tokenizer's ids, frozen; an adapter is merged."""
     if not is_scorer(path):
         raise UserError(f"{path} is no reward model; `python train_rm.py --model {path}` makes one")
-    scorer, own = load_scorer(path, device)
-    same_vocabulary(path, own, tokenizer)
-    return lora.merge(scorer).requires_grad_(False).eval()
+    return freeze(path, *load_scorer(path, device), tokenizer)
 
 
 def load_reference(path, policy, tokenizer, device="cpu"):
@@ -105,16 +98,15 @@ def load_reference(path, policy, tokenizer, device="cpu"):
     copy, but of an adapted policy only the adapter is copied."""
     if not path:
         return lora.twin(policy).requires_grad_(False).eval()
-    reference, own = load_policy(path, device)
-    same_vocabulary(path, own, tokenizer)
-    return reference.requires_grad_(False).eval()
+    return freeze(path, *load_policy(path, device), tokenizer)
 
 
-def same_vocabulary(path, own, tokenizer):
+def freeze(path, model, own, tokenizer):
+    """The model, an adapter merged, frozen; its own tokenizer must give the policy's ids."""
     words = own.get_vocab()
     if any(words.get(word) != i for word, i in tokenizer.get_vocab().items()):
-        raise UserError(f"{path} has another vocabulary than the policy: it cannot read the "
-                        "policy's token ids; take a model of the same family")
+        raise UserError(f"{path} has another vocabulary than the policy; take one of its family")
+    return lora.merge(model).requires_grad_(False).eval()
 
 
 def longest(model, max_len):
@@ -124,32 +116,26 @@ def longest(model, max_len):
 
 def is_scorer(path):
     """Whether a folder or hub name holds a reward model rather than a policy."""
-    return is_classifier(read_folder(path)[1])
-
-
-def is_classifier(config):
-    return any("SequenceClassification" in name for name in config.architectures or [])
+    return read_folder(path)[1]
 
 
 def read_folder(path):
-    """The tokenizer and config of a model folder or hub name, or one clear error."""
+    """(tokenizer, is_scorer) of a model folder or hub name, or one clear error."""
     if path == "toy":
-        raise UserError("toy is a fresh model, which only the train scripts start from; give a "
-                        "folder, such as runs/sft")
+        raise UserError("toy is only a start for training; give a folder, such as runs/sft")
     if not Path(path).is_dir() and (str(path).startswith((".", "/", "runs/")) or
                                     str(path).count("/") > 1 or Path(path).exists()):
         name = Path(path).name  # of a folder that a script makes unless told otherwise
         made = f"; `python train_{name}.py` makes it" if name in RUNS else ""
         raise UserError(f"no model folder {path}{made}")
     if adapter := lora.read(path):
-        tokenizer, config = read_folder(adapter["base_model_name_or_path"])
-        if adapter["task_type"] == "SEQ_CLS":
-            config.architectures = ["SequenceClassification"]
+        tokenizer, _ = read_folder(adapter["base_model_name_or_path"])
         if (Path(path) / "tokenizer_config.json").exists():  # PEFT alone saves none
             tokenizer = AutoTokenizer.from_pretrained(path)
-        return tokenizer, config
+        return tokenizer, adapter["task_type"] == "SEQ_CLS"
     try:
-        return AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+        tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+        return tokenizer, "ForSequenceClassification" in str(config.architectures)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load a model from {path}: {str(error).splitlines()[0]}") from None
 
@@ -159,10 +145,8 @@ def prepare(model, name):
     if sum(weight.numel() for weight in model.parameters()) < 5_000_000:
         torch.set_num_threads(1)  # for a tiny model a second CPU thread only spins
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for key, value in list(vars(module).items()):  # OPT calls F.dropout with such a number
-            if "drop" in key and isinstance(value, float):
+        for key, value in list(vars(module).items()):  # OPT has such a number beside nn.Dropout
+            if isinstance(value, float) and ("drop" in key or isinstance(module, nn.Dropout)):
                 setattr(module, key, 0.0)
     try:
         check(model.eval())
@@ -178,25 +162,23 @@ def check(model):
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or [])
     if kinds - {"full_attention", "sliding_attention"}:
         raise ValueError(f"it has layers of kind {', '.join(sorted(kinds))}")
-    size, theirs = model.get_input_embeddings().num_embeddings, []
-    rows = [[i % size for i in ids] for ids in (range(3, 8), range(5, 17))]
+    size = model.get_input_embeddings().num_embeddings
+    rows = [torch.arange(low, high) % size for low, high in ((3, 8), (5, 17))]  # (T,) each
+    batch = Batch.from_rows([(ids, [1] * len(ids)) for ids in rows])
     is_policy = model.get_output_embeddings() is not None
     model.set_attn_implementation("eager")
-    for ids in torch.tensor([rows[0]]), torch.tensor([rows[1]]):  # (1, T)
-        out = model(input_ids=ids, use_cache=False).logits.float()
-        if is_policy:
-            out = out[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
-        theirs.append(out.flatten())
+    theirs = [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in rows]
+    if is_policy:
+        theirs = [logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+                  for logits, ids in zip(theirs, rows)]
     model.set_attn_implementation("nanorlhf")
     if model.config._attn_implementation != "nanorlhf":
         raise ValueError("its class computes attention by itself")
-    batch = Batch.from_rows([(ids, [1] * len(ids)) for ids in rows])
     ours = (token_logprobs(model, batch)[0][batch.loss_mask > 0] if is_policy
             else sequence_scores(model, batch))
-    off = (ours - torch.cat(theirs)).abs().max()
     if not torch.allclose(ours, torch.cat(theirs), rtol=1e-3, atol=1e-3):
         raise ValueError("it computes something outside nanorlhf's attention and head; two packed "
-                         f"sequences give other numbers than each alone (off by {off:.1e})")
+                         "sequences give other numbers than each alone")
 
 
 def distinct_pad(model, tokenizer):
@@ -245,9 +227,7 @@ def save_model(model, tokenizer, folder):
 
 def autocast(device, dtype):
     """fp32 master weights, compute in `dtype` ("fp32", "bf16" or "fp16")."""
-    if dtype == "fp32":
-        return nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=DTYPES[dtype])
+    return torch.autocast(torch.device(device).type, DTYPES[dtype], enabled=dtype != "fp32")
 
 
 def hidden_states(model, batch):

@@ -6,20 +6,18 @@ answer that was cut off. Text is made for reward functions and people only.
 Letters: N tokens of the batch (action frame, see model.py), B responses.
 """
 
-import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 import torch
-from tqdm import tqdm
 
 from nanorlhf import data, toy
-from nanorlhf.losses import kl_estimate
+from nanorlhf.losses import importance_weights, kl_estimate, token_weights
 from nanorlhf.model import autocast, longest, normalised, sequence_scores, token_logprobs
 from nanorlhf.rewards import call_reward, extract_answer, math_reward, readable
 from nanorlhf.sampler import SamplingParams
-from nanorlhf.utils import UserError, derive_seed
+from nanorlhf.utils import UserError, derive_seed, warn
 
 
 @dataclass
@@ -36,6 +34,7 @@ class Rollout(data.Batch):
     scores: torch.Tensor = None  # (B,) reward of the whole response; NaN: could not be judged
     group: torch.Tensor = None  # (B,) number of the prompt in this iteration
     stopped: torch.Tensor = None  # (B,) true if the response ended by itself
+    trust: torch.Tensor = None  # (N,) importance weight: the sampler is not quite the trainer
 
     PER_SEQUENCE: ClassVar[tuple[str, ...]] = ("scores", "group", "stopped")
 
@@ -51,8 +50,7 @@ def rl_prompts(config, model, tokenizer, reward):
         raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt "
                         f"within the {most} tokens that --max_len and the model allow; lower it")
     data.set_template(tokenizer, config.chat_template)
-    train_rows, eval_rows = data.train_and_eval_rows(
-        config, partial(toy.prompts, config.toy_rows), partial(toy.prompts, config.eval_prompts))
+    train_rows, eval_rows = data.train_and_eval_rows(config, toy.prompts)
     prompts = data.encode_prompts(train_rows, tokenizer, room, readable(reward))
     held_out = data.encode_prompts(eval_rows[: config.eval_prompts], tokenizer, room)
     data.show_data(config, prompts, tokenizer)
@@ -83,22 +81,27 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
         metrics[name] = mean(values)
     unjudged = rollout.scores.isnan()
     rollout.loss_mask = rollout.loss_mask * ~unjudged[rollout.row]
+    rollout.trust = importance_weights(rollout.old_logp, rollout.sampler_logp, rollout.loss_mask,
+                                       config.tis_cap)
     if unjudged.all():
-        tqdm.write(f"warning: the reward judged no answer of step {step + 1}, so nothing is "
-                   "learned from it", file=sys.stderr)
+        warn(f"the reward judged no answer of step {step + 1}, so nothing is learned from it")
     if step == 0:
         warn_if_hopeless(completions, config.max_new_tokens, reward)
     return rollout, metrics
 
 
-def mini_batches(rollout, config, step):
+def mini_batches(rollout, config, step, aggregation):
     """The share of the rollout that each optimiser step of the iteration learns from:
-    --inner_epochs passes over the answers, each in an order of its own, in --mini_batches parts."""
+    --inner_epochs passes over the answers, each in an order of its own, in --mini_batches parts.
+    Their loss_mask is divided, once, into the weights of a mean over tokens or answers."""
     size = -(-len(rollout) // config.mini_batches)
     for inner in range(config.inner_epochs):
         shuffled = data.epoch_order(len(rollout), derive_seed(config.seed, step), inner)
         for at in range(0, len(shuffled), size):
-            yield rollout.select(shuffled[at: at + size])
+            mini = rollout.select(shuffled[at: at + size])
+            mini.loss_mask = token_weights(mini.loss_mask, mini.cu_seqlens, aggregation,
+                                           config.max_new_tokens)
+            yield mini
 
 
 def lay_out(completions, device="cpu"):
@@ -166,13 +169,11 @@ def warn_if_hopeless(completions, max_new_tokens, reward):
     """One line when the answers of a run's first iteration show that nothing can be learned."""
     cut = sum(c.finish_reason == "length" for c in completions) / len(completions)
     if cut >= 0.95:
-        tqdm.write(f"warning: {cut:.0%} of the answers were cut off at --max_new_tokens "
-                   f"{max_new_tokens}; raise it, or check that the prompts end in the "
-                   "generation prompt of the model's chat template", file=sys.stderr)
+        warn(f"{cut:.0%} of the answers were cut off at --max_new_tokens {max_new_tokens}; raise "
+             "it, or check that prompts end in the generation prompt of the chat template")
     if readable(reward) and not any(extract_answer(c.text) for c in completions):
-        tqdm.write("warning: no answer holds a result that the math reward can read (#### x, "
-                   f"\\boxed{{x}} or <answer>x</answer>); the first was {completions[0].text!r}",
-                   file=sys.stderr)
+        warn("no answer holds a result that the math reward can read (#### x, \\boxed{x} or "
+             f"<answer>x</answer>); the first was {completions[0].text!r}")
 
 
 def rollout_metrics(rollout, entropy):

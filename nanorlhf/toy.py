@@ -202,9 +202,10 @@ def answers_to(texts, sampler, samples, rng):
 def pairs(n, seed=0, split="train", grade=Grade(), sampler=None, samples=8, noise=True):
     """Preference rows {prompt, chosen, rejected} drawn by a Bradley-Terry annotator.
 
-    With a `sampler` both answers are the model's own (on-policy), else they come from `pool`. With
-    noise the better is chosen with probability sigmoid(ANNOTATOR_SCALE) = 0.95, else always."""
-    rng, rows = random.Random(f"pairs-{split}-{seed}"), []
+    With a `sampler` both answers are the model's own (on-policy), else they come from `pool`. The
+    better is always chosen with split="eval" or without noise, else with probability
+    sigmoid(ANNOTATOR_SCALE) = 0.95."""
+    rng, rows, noise = random.Random(f"pairs-{split}-{seed}"), [], noise and split == "train"
     for round_ in range(20):
         texts = questions(max(64, n // 3), (seed, round_), split, grade)
         for text, answers in zip(texts, answers_to(texts, sampler, samples, rng)):

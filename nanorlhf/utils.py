@@ -5,7 +5,6 @@ revision, whether the run is finished), `metrics.jsonl` (one object a step), `sa
 `curves.png`, and `checkpoint/` with the last two resume points.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
 from importlib.util import find_spec
@@ -30,15 +29,23 @@ class UserError(ValueError):
     """Something the user can mend; scripts print it as one line and exit with status 2."""
 
 
-def flag(default, help):
-    return field(default=default, metadata={"help": help.replace("%", "%%")})
+def flag(default, help, **more):
+    """A field of a Config; more, such as choices, goes to argparse."""
+    return field(default=default, metadata={"help": help.replace("%", "%%"), **more})
+
+
+OF_MEMORY = ("micro_tokens", "gradient_checkpointing", "lora_rank", "dtype", "device")
+PRESETS = {"none": (), "cpu": (4096, False, 0, "fp32", "cpu"),
+           "8gb": (2048, True, 16, "auto", "auto"), "16gb": (4096, True, 16, "auto", "auto"),
+           "24gb": (8192, True, 32, "auto", "auto"), "80gb": (32768, False, 0, "auto", "auto")}
+SMALLER = "lower --micro_tokens, give --gradient_checkpointing, --lora_rank 16, or a --preset"
 
 
 @dataclass
 class Common:
     """Flags that mean the same in every script."""
 
-    model: str = flag("toy", "start model: a folder or hub name; toy: a fresh tiny model")
+    model: str = flag("runs/sft", "start model: a folder or hub name; toy: a fresh tiny model")
     data: str = flag("toy", "training rows: toy, a .jsonl/.json/.csv/.parquet file, a folder saved "
                      "by datasets, a hub name[:config[:split]], or a mixture of such: a*0.7,b*0.3")
     eval_data: str = flag("", "held-out rows, named as --data; empty: a share of --data")
@@ -61,16 +68,16 @@ class Common:
     lora_rank: int = flag(0, "train adapters of this rank, at ten times the --lr; 0: all weights")
     lora_alpha: float = flag(0.0, "LoRA: the adapters are scaled by this / rank; 0: twice the rank")
     lora_targets: str = flag("", "LoRA: names of linear layers, such as q_proj,v_proj; empty: all")
-    preset: str = flag("none", "flags for memory: 8gb, 16gb, 24gb, 80gb, cpu; those given win")
-    dtype: str = flag("fp32", "compute precision: fp32, bf16, fp16, or auto, the best for the "
-                      "device; master weights stay fp32")
+    preset: str = flag("none", "sets flags for a memory; those given win", choices=PRESETS)
+    dtype: str = flag("fp32", "compute precision, auto: the best of the device; master weights "
+                      "stay fp32", choices=("fp32", "bf16", "fp16", "auto"))
     device: str = flag("auto", "cuda, mps or cpu; auto takes a GPU when there is one")
     gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory")
     save_every: int = flag(50, "steps between checkpoints; 0: none")
     eval_every: int = flag(50, "steps between evaluations; 0: only at the end")
     resume: bool = flag(False, "continue the unfinished run in --out from its last checkpoint")
     overwrite: bool = flag(False, "start anew although --out already holds a run")
-    report_to: str = flag("none", "none, wandb or tensorboard, beside metrics.jsonl")
+    report_to: str = flag("none", "log there, too", choices=("none", "wandb", "tensorboard"))
 
 
 RANGES = {  # (smallest, largest) allowed value: numbers; all others must be 0 or more
@@ -78,27 +85,16 @@ RANGES = {  # (smallest, largest) allowed value: numbers; all others must be 0 o
     (0, 0.5): "label_smoothing",
     (0, 1): "warmup_ratio clip_eps_low gamma gae_lambda",
     (0, 2**63 - 1): "seed",
-    (1, math.inf): "epochs batch_size micro_tokens eval_prompts eval_rows toy_rows toy_pairs "
+    (1, math.inf): "epochs batch_size micro_tokens eval_prompts eval_rows toy_rows "
                    "group_size inner_epochs mini_batches n limit kl_horizon max_new_tokens",
     (2, math.inf): "max_len",
-}
-OF_MEMORY = ("micro_tokens", "gradient_checkpointing", "lora_rank", "dtype", "device")
-PRESETS = {"none": (), "cpu": (4096, False, 0, "fp32", "cpu"),
-           "8gb": (2048, True, 16, "auto", "auto"), "16gb": (4096, True, 16, "auto", "auto"),
-           "24gb": (8192, True, 32, "auto", "auto"), "80gb": (32768, False, 0, "auto", "auto")}
-SMALLER = "lower --micro_tokens, give --gradient_checkpointing, --lora_rank 16, or a --preset"
-CHOICES = {
-    "dtype": ("fp32", "bf16", "fp16", "auto"), "preset": PRESETS,
-    "report_to": ("none", "wandb", "tensorboard"),
-    "kl_estimator": ("k1", "k2", "k3"), "advantage": ("grpo", "dr_grpo", "rloo"),
-    "train_on": ("all", "last"),
 }
 TRUNCATION = ("--top_k", "--top_p", "--min_p", "--repetition_penalty")
 
 
 def refuse(message):
     """What argparse does about a bad command line, as our kind of error."""
-    raise UserError(f"{message}; see --help")
+    raise UserError(message.replace("'", "") + "; see --help")
 
 
 def parse(config_class, doc):
@@ -107,7 +103,7 @@ def parse(config_class, doc):
     parser = HfArgumentParser(config_class, description=doc.strip().splitlines()[0])
     parser.error, parser.allow_abbrev = refuse, False
     preset = getattr(parser.parse_known_args()[0], "preset", "none")
-    parser.set_defaults(**dict(zip(OF_MEMORY, PRESETS.get(preset, ()))))  # what is given wins
+    parser.set_defaults(**dict(zip(OF_MEMORY, PRESETS[preset])))  # what is given wins
     config, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     if unknown:
         name = unknown[0].split("=")[0]
@@ -120,12 +116,7 @@ def parse(config_class, doc):
     for name, value in vars(config).items():
         low, high = ranges.get(name, (0, math.inf))
         if type(value) in (int, float) and not (low <= value <= high and math.isfinite(value)):
-            raise UserError(f"--{name} {value} is out of range: give a number of at least {low}"
-                            + (f" and at most {high}" if high < math.inf else ""))
-    for name, choices in CHOICES.items():
-        value = getattr(config, name, None)
-        if value is not None and value not in choices:
-            raise UserError(f"--{name} {value} must be one of {', '.join(choices)}")
+            raise UserError(f"--{name} {value} must be at least {low} and at most {high}")
     if config.device == "auto":
         mps = torch.backends.mps.is_available()
         config.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -144,6 +135,11 @@ def parse(config_class, doc):
     return config
 
 
+@lru_cache(maxsize=None)  # each warning once
+def warn(message):
+    tqdm.write(f"warning: {message}", file=sys.stderr)
+
+
 def main(train, config_class, doc):
     run_script(lambda: train(parse(config_class, doc)))
 
@@ -151,18 +147,16 @@ def main(train, config_class, doc):
 def run_script(action):
     """A UserError becomes one line and exit status 2."""
     try:
-        action()
+        return action()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        message, status = f"error: {error}", 2
     except torch.OutOfMemoryError as error:
-        print(f"error: out of memory ({str(error).split('. ')[0]}); {SMALLER}; the last checkpoint "
-              "is kept, --resume takes another --micro_tokens", file=sys.stderr)
-        sys.exit(2)
+        message, status = (f"error: out of memory ({str(error).split('. ')[0]}); {SMALLER}; the "
+                           "last checkpoint is kept, --resume takes another --micro_tokens"), 2
     except KeyboardInterrupt:
-        print("\ninterrupted; a run goes on from its last checkpoint with --resume",
-              file=sys.stderr)
-        sys.exit(130)
+        message, status = "\ninterrupted; --resume goes on from the last checkpoint of a run", 130
+    print(message, file=sys.stderr)
+    sys.exit(status)
 
 
 def seed_everything(seed):
@@ -200,11 +194,6 @@ def lr_at(step, total, peak, warmup_ratio, floor=0.1):
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def fp16_scaler(config):
-    """Loss scaling for fp16, whose small gradients would vanish; does nothing otherwise."""
-    return torch.amp.GradScaler(config.device.split(":")[0], enabled=config.dtype == "fp16")
-
-
 def optimizer_step(optimizer, lr, grad_clip, scaler):
     """Clip, step, clear. Returns the gradient norm before clipping."""
     scaler.unscale_(optimizer)
@@ -221,22 +210,23 @@ def optimizer_step(optimizer, lr, grad_clip, scaler):
 
 
 def trainable(model, lr, config):
-    """Put the model into training mode; returns its optimiser and its loss scaler."""
+    """Put the model into training mode; returns its optimiser, and its loss scaler, which keeps the
+    small gradients of fp16 from vanishing and else does nothing."""
     if config.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None)  # transformers' new name
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.train()
-    return adamw(model, lr, config.weight_decay), fp16_scaler(config)
+    scaler = torch.amp.GradScaler(config.device.split(":")[0], enabled=config.dtype == "fp16")
+    return adamw(model, lr, config.weight_decay), scaler
 
 
 def memory_to_come(models, config):
-    """Bytes that training will take beyond what is in memory once all models are.
+    """Bytes that training takes once all models are in memory, but for what allocators keep.
 
     Per trained weight 12: gradient and Adam's two moments in fp32; in low precision 2 more, its
     copy. Per token of a micro-batch and layer, (28 + 3 b) H + 4 b F for the backward pass (counted
     in a Llama; b bytes of --dtype, hidden size H, MLP size F), once more while a layer runs; with
     checkpointing only 4 H. The sampler's cache takes at most half of what is free, and not then.
-    What allocators and libraries keep, on a CPU some hundred MB, comes on top.
     """
     need, size = 0, 4 if config.dtype == "fp32" else 2
     for model in models:
@@ -258,6 +248,9 @@ def free_memory(device):
     return int(found[1]) * 1024 if found and device == "cpu" else math.inf
 
 
+LOGS = ("metrics.jsonl", "samples.jsonl")
+
+
 class Run:
     """The run folder: what was asked, what happened, and where to go on after a break."""
 
@@ -265,73 +258,68 @@ class Run:
         seed_everything(config.seed)
         self.config, self.folder = config, Path(config.out)
         self.args_file = self.folder / "args.json"
-        self.track, self.bar, self.opened = lambda values, step: None, None, False
+        self.track, self.bar = None, tqdm(disable=True)
         self.born = self.clock = time.perf_counter()
-        if config.show_data:
-            return  # writes nothing, so an old run is not in its way
-        if config.resume and config.overwrite:
-            raise UserError("--resume and --overwrite exclude each other; give one of them")
-        nearest = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
-        if not nearest.is_dir():
-            raise UserError(f"--out {self.folder}: {nearest} is a file; give a folder")
-        if not os.access(nearest, os.W_OK):
-            raise UserError(f"--out {self.folder}: {nearest} cannot be written to")
+        objection = None if config.show_data else self._objection()  # show_data writes nothing
+        if objection:
+            raise UserError(objection)
+
+    def _objection(self):
+        """Why --out cannot be written, or gone on with, as the flags say; None if it can."""
+        config, folder = self.config, self.folder
+        nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+            return f"--out {folder}: {nearest} is a file or cannot be written to; give a folder"
         if config.report_to != "none" and find_spec(config.report_to) is None:
-            raise UserError("--report_to {0} needs `pip install {0}`".format(config.report_to))
-        begun = any((self.folder / name).exists() for name in ("metrics.jsonl", "checkpoint"))
-        if not (begun or config.overwrite) and any(self.folder.glob("*config.json")):
-            raise UserError(f"{self.folder} holds a model that is no run of ours; choose another "
-                            "--out, or --overwrite")
-        if begun and not config.overwrite:
-            try:
-                args = json.loads(self.args_file.read_text())
-            except (OSError, ValueError):
-                raise UserError(f"{self.args_file} is missing or damaged; start anew with "
-                                "--overwrite") from None
-            if args.get("finished"):
-                raise UserError(f"{self.folder} holds a finished run; choose another --out, or "
-                                "--overwrite to start anew")
-            if not config.resume:
-                raise UserError(f"{self.folder} holds an unfinished run; --resume goes on with "
-                                "it, --overwrite starts anew")
-            old, new = args.get("flags", {}), dataclasses.asdict(config)
-            free = {"resume", "overwrite", "save_every", "report_to", "device", "preset",
-                    "micro_tokens", "gradient_checkpointing"}  # these two change rounding only
-            changed = [f"--{k} (was {old[k]}, now {new.get(k)})" for k in old
-                       if k not in free and old[k] != new.get(k)]
-            if changed:
-                raise UserError("--resume needs the flags of the first start; changed: "
-                                + ", ".join(changed))
-        elif config.resume:
-            raise UserError(f"--resume: {self.folder} holds no run to go on with")
+            return "--report_to {0} needs `pip install {0}`".format(config.report_to)
+        if config.overwrite:
+            return "--resume and --overwrite exclude each other" if config.resume else None
+        if not self.args_file.exists():
+            if config.resume:
+                return f"--resume: {folder} holds no run to go on with"
+            if any(folder.glob("*config.json")):
+                return f"{folder} holds a model; choose another --out, or --overwrite"
+            return None
+        args = json.loads(self.args_file.read_text())
+        if args["finished"]:
+            return f"{folder} holds a finished run; choose another --out, or --overwrite it"
+        if not config.resume:
+            return f"{folder} holds an unfinished run; --resume goes on with it, or --overwrite it"
+        free = {"resume", "overwrite", "save_every", "report_to", "device", "preset",
+                "micro_tokens", "gradient_checkpointing"}  # these two change rounding only
+        changed = [f"--{name} (was {old}, now {new})" for name, old in args["flags"].items()
+                   if name not in free and old != (new := getattr(config, name, None))]
+        if changed:
+            return "--resume needs the flags of the first start; changed: " + ", ".join(changed)
 
     def start(self, **objects):
-        """Take the objects whose state a resume needs; returns (steps done, extra): (0, {}), or
-        with --resume those of `restore`."""
+        """Take the objects whose state a resume needs; returns (steps done, extra)."""
         self.objects = objects
-        models = {k: m for k, m in objects.items() if isinstance(m, torch.nn.Module)}
-        need, free = memory_to_come(models.values(), self.config), free_memory(self.config.device)
+        models = [thing for thing in objects.values() if isinstance(thing, torch.nn.Module)]
+        need, free = memory_to_come(models, self.config), free_memory(self.config.device)
         print(f"memory: training takes about {need / 1e9:.2f} GB more" + (
             f"; that does not fit, {free / 1e9:.2f} GB are left: {SMALLER}" if need > free else ""))
-        # One number for each start model: another one has another.
-        self.origin = {name: float(sum(p.detach().double().abs().sum() for p in model.parameters()))
-                       for name, model in models.items()}
+        # A number that tells by which models, of one kind, a run was started.
+        self.origin = sum(float(weight.detach().double().abs().sum())
+                          for model in models for weight in model.parameters())
         done = self.restore() if self.config.resume else (0, {})
         self.clock = time.perf_counter()
         return done
 
     def _open(self):
         """Make the folder. The first step that is logged does: what fails before leaves nothing."""
-        if self.opened:
+        if self.track:
             return
-        self.opened = True
+        self.track = lambda values, step: None
         if self.config.overwrite:
-            old = ("checkpoint", "metrics.jsonl", "samples.jsonl", "args.json", "curves.png",
-                   "config.json", "model*.safetensors*", "adapter_*", "base")
+            old = (*LOGS, "checkpoint", "args.json", "curves.png", "config.json",
+                   "model*.safetensors*", "adapter_*", "base")
             for path in [path for name in old for path in self.folder.glob(name)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write_args(finished=False)
+        for name in LOGS:
+            (self.folder / name).touch()
         if self.config.report_to == "wandb":
             import wandb
             self.track = wandb.init(name=self.folder.name, config=vars(self.config)).log
@@ -345,8 +333,7 @@ class Run:
         takes every row once, in an order of its own; its last step may have fewer rows."""
         size, steps_per_epoch = self.config.batch_size, -(-n_rows // self.config.batch_size)
         self.total = self.config.max_steps or self.config.epochs * steps_per_epoch
-        self.bar = tqdm(range(start, self.total), desc=self.folder.name, initial=start,
-                        total=self.total)
+        self.bar = tqdm(range(start, self.total), self.folder.name, self.total, initial=start)
         for step in self.bar:
             epoch, i = divmod(step, steps_per_epoch)
             order = epoch_order(n_rows, self.config.seed, epoch)
@@ -360,27 +347,21 @@ class Run:
         import transformers
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
                              cwd=Path(__file__).parent)
-        values = {"finished": finished, "flags": dataclasses.asdict(self.config),
-                  "script": Path(sys.argv[0]).name, "python": sys.version.split()[0],
-                  "torch": torch.__version__, "transformers": transformers.__version__,
-                  "git": git.stdout.strip() or None}
+        values = {"finished": finished, "flags": asdict(self.config), "torch": torch.__version__,
+                  "transformers": transformers.__version__, "python": sys.version.split()[0],
+                  "script": Path(sys.argv[0]).name, "git": git.stdout.strip() or None}
         write_atomically(self.args_file, json.dumps(values, indent=2) + "\n")
 
-    def speed(self, tokens):
-        """Tokens per second since the last call."""
-        before, self.clock = self.clock, time.perf_counter()
-        return tokens / (self.clock - before)
-
     def log(self, step, metrics):
-        """Append one step to metrics.jsonl. Values that are not finite become null."""
+        """Append one step to metrics.jsonl."""
         values = self._append("metrics.jsonl", step, metrics)
         self.track({name: value for name, value in values.items() if value is not None}, step)
-        if self.bar is not None:
-            self.bar.set_postfix(values, refresh=False)
+        self.bar.set_postfix(values, refresh=False)
 
-    def end_step(self, step, metrics, extra=None):
-        """Log a step that is done, and keep a resume point where one is due."""
-        self.log(step + 1, metrics)
+    def end_step(self, step, metrics, tokens, extra=None):
+        """Log a step that is done, of so many tokens, and keep a resume point where one is due."""
+        before, self.clock = self.clock, time.perf_counter()
+        self.log(step + 1, metrics | {"tokens_per_s": tokens / (self.clock - before)})
         if self.due(step, self.config.save_every):
             self.save(step + 1, extra)
 
@@ -396,67 +377,54 @@ class Run:
         return values
 
     def save(self, step, extra=None):
-        """A resume point after `step` steps: state of every object, RNGs, lengths of the logs. The
-        one before is kept, so that a file damaged later still leaves a way back."""
+        """A resume point after `step` steps. The one before is kept: a file may get damaged."""
         self._open()
         folder = self.folder / "checkpoint"
         folder.mkdir(exist_ok=True)
-        state = {name: {k: v for k, v in thing.state_dict().items() if k not in frozen(thing)}
-                 for name, thing in self.objects.items()}
-        logs = {name: (self.folder / name).stat().st_size if (self.folder / name).exists() else 0
-                for name in ("metrics.jsonl", "samples.jsonl")}
-        file, new = folder / f"step_{step:08d}.pt", folder / "writing.tmp"
+        state = {name: state_of(thing) for name, thing in self.objects.items()}
         rng = {"python": random.getstate(), "numpy": np.random.get_state(),
                "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-        with open(new, "wb") as stream:
-            torch.save({"step": step, "state": state, "extra": extra or {}, "logs": logs,
-                        "rng": rng, "origin": self.origin}, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(new, file)
+        logs = {name: (self.folder / name).stat().st_size for name in LOGS}
+        write_atomically(folder / f"step_{step:08d}.pt", {
+            "step": step, "state": state, "extra": extra or {}, "logs": logs, "rng": rng,
+            "origin": self.origin})
         for old in sorted(folder.glob("step_*.pt"))[:-2]:
             old.unlink()
 
     def restore(self):
         """(steps done, extra) of the newest complete resume point, loaded into the objects."""
-        for file in sorted((self.folder / "checkpoint").glob("step_*.pt"), reverse=True):
+        folder = self.folder / "checkpoint"
+        for file in sorted(folder.glob("step_*.pt"), reverse=True):
             try:
                 saved = torch.load(file, map_location="cpu", weights_only=False)
                 break
             except Exception as error:  # whatever a damaged file raises: try the one before
-                print(f"warning: {file} is damaged ({type(error).__name__}); using the checkpoint "
-                      "before it", file=sys.stderr)
+                warn(f"{file} is damaged ({type(error).__name__}); using the checkpoint before it")
         else:
-            raise UserError(f"--resume: {self.folder / 'checkpoint'} holds no complete checkpoint; "
-                            "start anew with --overwrite")
+            raise UserError(f"{folder} holds no complete checkpoint; start anew with --overwrite")
         if set(saved["state"]) != set(self.objects):
             raise UserError(f"{file} holds {sorted(saved['state'])}, this run needs "
                             f"{sorted(self.objects)}; it belongs to another script")
-        for name, value in saved["origin"].items():
-            if not math.isclose(value, self.origin[name], rel_tol=1e-6):
-                raise UserError(f"--resume: the start {name} is not the one this run began with; "
-                                "bring it back, or start anew with --overwrite")
-        for name, thing in self.objects.items():
-            start = thing.state_dict()
-            thing.load_state_dict({k: start[k] for k in frozen(thing)} | saved["state"][name])
+        if not math.isclose(saved["origin"], self.origin, rel_tol=1e-6):
+            raise UserError("a start model has changed; bring it back, or give --overwrite")
+        for name, thing in self.objects.items():  # frozen weights stay those of the start model
+            thing.load_state_dict(thing.state_dict() | saved["state"][name])
         for name, size in saved["logs"].items():  # steps after the checkpoint are run again
             log = self.folder / name
-            if size and (not log.exists() or log.stat().st_size < size):
-                raise UserError(f"{log} is shorter than the checkpoint says; it was changed or "
-                                "deleted: start anew with --overwrite")
-            if log.exists():
-                os.truncate(log, size)
+            log.touch()
+            if log.stat().st_size < size:
+                raise UserError(f"{log} is shorter than it was; start anew with --overwrite")
+            os.truncate(log, size)
         random.setstate(saved["rng"]["python"])
         np.random.set_state(saved["rng"]["numpy"])
         torch.set_rng_state(saved["rng"]["torch"])
-        if torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(saved["rng"]["cuda"])
+        torch.cuda.set_rng_state_all(saved["rng"]["cuda"])
         return saved["step"], saved["extra"]
 
     def finish(self, save_model):
         """Write the model with `save_model(folder)`, mark the run finished, draw its curves."""
         from nanorlhf import report
-        new = self.folder / "writing.tmp"
+        new = self.folder / "model.tmp"
         shutil.rmtree(new, ignore_errors=True)
         save_model(new)
         for file in new.iterdir():
@@ -468,11 +436,12 @@ class Run:
         print(f"finished: {self.folder} ({time.perf_counter() - self.born:.0f} s)")
 
 
-def frozen(thing):
-    """Names of a model's weights that nobody trains: checkpoints leave them to the start model."""
-    model = thing if isinstance(thing, torch.nn.Module) else torch.nn.Module()
-    return {name for name, weight in model.named_parameters(remove_duplicate=False)
-            if not weight.requires_grad}
+def state_of(thing):
+    """What a checkpoint keeps; weights that nobody trains are left to the start model."""
+    if not isinstance(thing, torch.nn.Module):
+        return thing.state_dict()
+    weights = thing.state_dict(keep_vars=True)
+    return {name: weight.detach() for name, weight in weights.items() if weight.requires_grad}
 
 
 def writable(path):
@@ -483,9 +452,13 @@ def writable(path):
     return path
 
 
-def write_atomically(path, text):
-    new = path.with_name(path.name + ".tmp")
-    new.write_text(text)
+def write_atomically(path, content):
+    """A text, or a checkpoint, stands in the file whole or not at all."""
+    new = path.with_name("writing.tmp")
+    with open(new, "wb") as file:
+        file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(new, path)
 
 

@@ -152,7 +152,7 @@ def test_before_an_update_the_ratio_is_one(family, temperature):
 def test_sampling_that_rl_cannot_use_is_refused_with_the_reason(name, value):
     """PPO-4; truncated sampling is refused as a flag, see test_utils.py."""
     flags = dict(temperature=1.0, max_new_tokens=96, max_len=512, data="toy", eval_data="",
-                 toy_grade="4x2", toy_rows=2, eval_prompts=2, seed=0, columns="",
+                 toy_grade="4x2", toy_rows=2, eval_rows=2, eval_prompts=2, seed=0, columns="",
                  chat_template="", show_data=0)
     model, tokenizer = toy.new_model(), toy.tokenizer()
     rl_prompts(SimpleNamespace(**flags), model, tokenizer, toy.gold_reward)
@@ -273,8 +273,8 @@ def gradients(script, monkeypatch, folder, updates=1, backwards=None, watch=None
         patch.setattr(data, "epoch_order", lambda n, seed, epoch: (
             original(n, seed, epoch)[::-1] if n == backwards else original(n, seed, epoch)))
         if watch:
-            weigh = script.token_weights
-            patch.setattr(script, "token_weights", lambda mask, cu, *rest: (
+            weigh = rollout.token_weights
+            patch.setattr(rollout, "token_weights", lambda mask, cu, *rest: (
                 watch(mask, cu), weigh(mask, cu, *rest))[1])
         with pytest.raises(Done):
             script.train(config)
