@@ -13,7 +13,6 @@ its preference is mere length.
 import json
 import math
 from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 
@@ -73,10 +72,10 @@ def held_out_loss(model, rows, micro_tokens, device):
 
 @torch.no_grad()
 def pair_scores(scorer, pairs, micro_tokens, device):
-    """(P, 2) scores of encoded (chosen, rejected) rows."""
+    """(P, 2) scores of encoded (chosen, rejected) rows; or (P, n) of any n rows."""
     batch = data.Batch.from_rows([row for pair in pairs for row in pair]).to(device)
     parts = [sequence_scores(scorer, part) for part in batch.split(micro_tokens)]
-    return torch.cat(parts).view(-1, 2)
+    return torch.cat(parts).view(-1, len(pairs[0]))
 
 
 def rank(scorer, pairs, micro_tokens=16384, device="cpu"):
@@ -108,7 +107,8 @@ def histogram(margins, bins=10):
 def best_of(values, scores, n):
     """{best_of@k: mean value} when of k answers the one with the highest score is given."""
     groups = [list(zip(scores[i: i + n], values[i: i + n])) for i in range(0, len(values), n)]
-    return {f"best_of@{k}": mean([max(group[:k], key=itemgetter(0))[1] for group in groups])
+    return {f"best_of@{k}": mean([max(group[:k], key=lambda pair: pair[0])[1]
+                                   for group in groups])
             for k in doublings(n)}
 
 
@@ -174,9 +174,7 @@ def evaluate_scorer(cfg):
         turns = [{"role": "user", "content": cfg.prompt},
                  {"role": "assistant", "content": cfg.response}]
         row = data.encode(turns, tokenizer, stop_ids=ends)
-        batch = data.Batch.from_rows([row]).to(cfg.device)
-        with torch.no_grad():
-            return {"score": float(sequence_scores(scorer, batch))}
+        return {"score": float(pair_scores(scorer, [[row]], cfg.micro_tokens, cfg.device))}
     if cfg.data == "toy":
         sampler = Sampler(*load_policy(cfg.pairs_from, cfg.device)) if cfg.pairs_from else None
         rows = toy.pairs(cfg.limit, split="eval", sampler=sampler, noise=False,

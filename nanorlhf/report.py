@@ -14,10 +14,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # no screen needed
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure  # without pyplot: no screen, and nothing to close
 
 from nanorlhf import evaluate
 from nanorlhf.model import is_scorer
@@ -43,10 +40,9 @@ def curves(folders, path):
     known = {name for rows in runs.values() for row in rows for name in row}
     used = [names for names in PANELS if known & set(names)]
     lines = max(1, -(-len(used) // 3))
-    figure, axes = plt.subplots(lines, 3, figsize=(12.6, 2.9 * lines), squeeze=False)
-    for axis in axes.flat[len(used):]:
-        axis.axis("off")
-    for axis, names in zip(axes.flat, used):
+    figure = Figure(figsize=(12.6, 2.9 * lines), layout="tight")
+    for place, names in enumerate(used, 1):
+        axis = figure.add_subplot(lines, 3, place)
         for number, (folder, rows) in enumerate(runs.items()):
             for name in names:
                 steps, values = points(rows, name)
@@ -63,13 +59,7 @@ def curves(folders, path):
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=6)
-    save(figure, path)
-
-
-def save(figure, path):
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def compare(args, runs):
@@ -92,7 +82,8 @@ def compare(args, runs):
 def distance_picture(runs, table, path):
     """Gold score against KL from the base model: what each method pays for what it gets. A line is
     the course of a run, a point what it, or best-of-n, came to."""
-    figure, axis = plt.subplots(figsize=(6, 4.2))
+    figure = Figure(figsize=(6, 4.2), layout="tight")
+    axis = figure.add_subplot()
     measured = [(name, row) for name, row in table.items() if "kl" in row]
     for number, (name, row) in enumerate(measured):
         if name in runs:
@@ -107,17 +98,15 @@ def distance_picture(runs, table, path):
     axis.set_xlabel("KL from the base model, nats per answer")
     axis.set_ylabel("gold score, held-out questions")
     axis.grid(alpha=0.3)
-    save(figure, path)
+    figure.savefig(path, dpi=110)
 
 
 def markdown(table):
     names = ["gold_score", "worked_share", "response_length", "eos_rate", "accuracy", "kl"]
-    lines = ["| model | " + " | ".join(name.replace("_", " ") for name in names) + " |",
-             "|---" * (len(names) + 1) + "|"]
-    for model, row in table.items():
-        cells = [f"{row[name]:.2f}" if name in row else "" for name in names]
-        lines.append(f"| {model} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    rows = [[model, *(f"{row[name]:.2f}" if name in row else "" for name in names)]
+            for model, row in table.items()]
+    head = ["model", *(name.replace("_", " ") for name in names)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
 
 
 def report(args):
