@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 from jinja2 import TemplateError
 from torch.nn.functional import pad
+from tqdm import tqdm
 
 from nanorlhf.toy import parse_grade
 from nanorlhf.utils import UserError, epoch_order
@@ -118,20 +119,20 @@ class Batch:
         return [self.select(group) for group in groups]
 
 
-def load_rows(spec, split=None, columns="", seed=0):
+def load_rows(spec, columns="", seed=0):
     """Rows (dicts) of a local file, a folder saved by `datasets`, a hub name[:config[:split]], or a
     mixture (see `_mixture`). columns: "field=column,..." renames columns."""
     plain = not re.search("[,*]", spec) or os.path.exists(os.path.expanduser(spec))
-    rows = _rows_of(spec, split) if plain else _mixture(spec, split, seed)
+    rows = _rows_of(spec) if plain else _mixture(spec, seed)
     return _rename(rows, columns) if columns else rows
 
 
-def _mixture(spec, split, seed):
+def _mixture(spec, seed):
     """Rows of "a.jsonl*0.7,b.jsonl*0.3", in an order drawn by seed. Weights are shares of the sum,
     which ends where its first source runs out, so that no row comes twice."""
     parts = [re.fullmatch(r"\s*(.+)\*(\d{0,9}\.?\d{1,9})\s*", part) for part in spec.split(",")]
     if all(parts) and len(parts) > 1:
-        sources = [(_rows_of(part[1], split), max(float(part[2]), 1e-9)) for part in parts]
+        sources = [(_rows_of(part[1]), max(float(part[2]), 1e-9)) for part in parts]
         size = min(len(rows) / share for rows, share in sources)
         drawn = [[rows[i] for i in epoch_order(len(rows), f"{seed} mixed", n)[:round(size * share)]]
                  for n, (rows, share) in enumerate(sources)]
@@ -150,18 +151,17 @@ def _rename(rows, columns):
     for row in rows:
         files.setdefault(row[ORIGIN].rpartition(":")[0], {}).update(row)
     if lacking := set(fields.values()).difference(*files.values()):
-        found = "; ".join(f"{file}: {', '.join(sorted({*cells} - {ORIGIN}))}"
-                          for file, cells in files.items())
+        found = "; ".join(f"{f}: {', '.join(sorted({*c} - {ORIGIN}))}" for f, c in files.items())
         raise UserError(f"--columns: no column {min(lacking)}; there are {found}")
     return [{name: cell for name, cell in row.items() if name not in fields.values()}
             | {field: row[name] for field, name in fields.items() if name in row} for row in rows]
 
 
-def _rows_of(spec, split):
+def _rows_of(spec):
     """Rows of one source, each with its origin."""
     rows, where = [], spec
     try:
-        for number, row in _read(spec, split):
+        for number, row in _read(spec):
             where = f"{spec}:{number}"
             row = json.loads(row) if isinstance(row, bytes) else row
             if not isinstance(row, dict) or None in row:  # None: the surplus cells of a CSV row
@@ -175,7 +175,7 @@ def _rows_of(spec, split):
     return rows
 
 
-def _read(spec, split):
+def _read(spec):
     """Pairs (number, row or its JSON): the line where a file has lines, else a count from 1."""
     path = Path(spec).expanduser()
     if path.suffix == ".parquet":
@@ -198,12 +198,12 @@ def _read(spec, split):
     name, config, part = (spec.split(":") + ["", ""])[:3]
     try:
         data = (datasets.load_from_disk(str(path)) if path.is_dir() else
-                datasets.load_dataset(name, config or None, split=part or split or "train"))
+                datasets.load_dataset(name, config or None, split=part or "train"))
     except Exception as error:  # of any type: from the hub, the network or a builder
         raise ValueError("it is neither a file, a folder saved by datasets nor a hub data set that "
                          f"could be loaded: {str(error).strip()}") from error
     if isinstance(data, dict):
-        data = data[split or ("train" if len(data) > 1 else next(iter(data)))]
+        data = data["train" if len(data) > 1 else next(iter(data))]
     return enumerate(data, 1)
 
 
@@ -342,8 +342,7 @@ def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=
     The mask marks each assistant turn, from turn `first_target` on (-1: the last alone), and what
     ends it, but no role header. The last reply ends the ids, with EOS or one of stop_ids. Text is
     learned whole and closed by EOS. A BOS comes first if the template or the tokenizer adds one,
-    never two. prompt_only: up to the generation prompt, mask 0. bare: the prompt, if it is a mere
-    string."""
+    never two. prompt_only: up to the generation prompt, mask 0. bare: a prompt that is a string."""
     if tokenizer.eos_token is None and not prompt_only:
         raise UserError("the tokenizer has no EOS, so no reply would end; set tokenizer.eos_token")
     if isinstance(messages_or_text, str):
@@ -376,7 +375,7 @@ def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=
 
 @cache  # each warning once
 def warn(message):
-    print(f"warning: {message}", file=sys.stderr)
+    tqdm.write(f"warning: {message}", file=sys.stderr)
 
 
 def _encode_rows(rows, encode_row, or_none=False):
@@ -398,8 +397,7 @@ def _encode_rows(rows, encode_row, or_none=False):
 
 
 def _cut(row, messages, first_target, tokenizer, max_len, stop_ids):
-    ids, mask = encode(messages, tokenizer, first_target=first_target, bare=row.get("prompt"),
-                       stop_ids=stop_ids)
+    ids, mask = encode(messages, tokenizer, False, first_target, row.get("prompt"), stop_ids)
     if not any(mask[1:max_len]):
         raise Dropped(f"prompt fills --max_len {max_len}, no target tokens")
     return ids[:max_len], mask[:max_len]
@@ -454,9 +452,8 @@ def show_masks(rows, tokenizer, n=1, text=False):
     *: learned. text: the text before them."""
     for row in [rows] if isinstance(rows, tuple) else rows[:n]:
         for ids, mask in row if isinstance(row[0], tuple) else [row]:
-            mask = [0] * len(ids) if isinstance(mask, dict) else mask
-            lines = [f"{tokenizer.decode([token])!r:>16}  {token:>6}  {'*' if learned else '.'}"
-                     for token, learned in zip(ids, mask)]
+            marks = "." * len(ids) if isinstance(mask, dict) else [".*"[m] for m in mask]
+            lines = [f"{tokenizer.decode([i])!r:>16}  {i:>6}  {m}" for i, m in zip(ids, marks)]
             if len(lines) > 60:
                 lines[30:-30] = [f"... {len(lines) - 60} tokens ..."]
             header = [tokenizer.decode(ids)] * text + [f"{'token':>16}  {'id':>6}  mask"]

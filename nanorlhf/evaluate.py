@@ -171,10 +171,9 @@ def evaluate_scorer(cfg):
     scorer, tokenizer = load_scorer(cfg.model, cfg.device)
     ends = eos_ids(scorer, tokenizer)
     if cfg.prompt:
-        turns = [{"role": "user", "content": cfg.prompt},
-                 {"role": "assistant", "content": cfg.response}]
-        row = data.encode(turns, tokenizer, stop_ids=ends)
-        return {"score": float(pair_scores(scorer, [[row]], cfg.micro_tokens, cfg.device))}
+        row = {"prompt": cfg.prompt, "completion": cfg.response}
+        rows = data.encode_sft([row], tokenizer, cfg.max_len, ends)
+        return {"score": float(pair_scores(scorer, [rows], cfg.micro_tokens, cfg.device))}
     if cfg.data == "toy":
         sampler = Sampler(*load_policy(cfg.pairs_from, cfg.device)) if cfg.pairs_from else None
         rows = toy.pairs(cfg.limit, split="eval", sampler=sampler, noise=False,

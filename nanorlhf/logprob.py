@@ -122,16 +122,16 @@ class FusedLogprobs(torch.autograd.Function):
         if upstream is None:
             stats = torch.stack([lse, entropy, *(torch.zeros_like(lse) if d is None else
                                                  d / ctx.options[1] for d in (g, g_entropy))])
-            found = walk(inputs, ctx.options, None, stats, ctx.needs_input_grad,
-                         g_entropy is not None)
+            made = walk(inputs, ctx.options, None, stats, ctx.needs_input_grad,
+                        g_entropy is not None)
         else:
-            found, ctx.gradients = ctx.gradients, None  # given away, so that autograd copies none
+            made, ctx.gradients = ctx.gradients, None  # given away, so that autograd copies none
             factor = (g @ upstream) / (upstream @ upstream).clamp(min=1e-30)
-            if found is None or g_entropy is not None or not torch.allclose(g, factor * upstream):
+            if made is None or g_entropy is not None or not torch.allclose(g, factor * upstream):
                 raise RuntimeError("with `upstream`, token_logprobs has gradients for one backward "
                                    "pass, of that very gradient; leave upstream out")
-            found = [d if d is None or factor == 1 else d * factor for d in found]
-        return *found, *[None] * 5  # autograd casts to the types of the inputs
+            made = [d if d is None or factor == 1 else d * factor for d in made]
+        return *made, *[None] * 5  # autograd casts to the types of the inputs
 
 
 def walk(inputs, options, sums, stats, needed, with_entropy=False):

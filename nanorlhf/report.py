@@ -69,8 +69,8 @@ def compare(args, runs):
     table = {name: evaluate.evaluate_policy(ask(model=str(folder), base=args.base))
              for name, folder in runs.items() if not is_scorer(str(folder))}
     if args.reward_model:
-        found = evaluate.evaluate_policy(ask(model=args.base, reward_model=args.reward_model,
-                                             n=args.n))
+        best = ask(model=args.base, reward_model=args.reward_model, n=args.n)
+        found = evaluate.evaluate_policy(best)
         for k in evaluate.doublings(args.n):  # its KL: Stiennon et al. 2020, appendix G.3
             table[f"best-of-{k}"] = {"gold_score": found[f"best_of@{k}"],
                                      "kl": math.log(k) - (k - 1) / k}
@@ -91,10 +91,10 @@ def distance_picture(runs, table, path):
                       if "kl_sequence" in row and "eval_gold_score" in row]
             axis.plot(points(course, "kl_sequence")[1], points(course, "eval_gold_score")[1],
                       color=f"C{number}", alpha=0.5)
-        axis.plot(row["kl"], row["gold_score"], "o" if name in runs else "s",
-                  color=f"C{number}" if name in runs else "grey")
-        axis.annotate(name, (row["kl"], row["gold_score"]), (4, -9), textcoords="offset points",
-                      fontsize=8)
+        at = row["kl"], row["gold_score"]
+        mark, color = ("o", f"C{number}") if name in runs else ("s", "grey")
+        axis.plot(*at, mark, color=color)
+        axis.annotate(name, at, (4, -9), textcoords="offset points", fontsize=8)
     axis.set_xlabel("KL from the base model, nats per answer")
     axis.set_ylabel("gold score, held-out questions")
     axis.grid(alpha=0.3)

@@ -6,13 +6,11 @@ answer that was cut off. Text is made for reward functions and people only.
 Letters: N tokens of the batch (action frame, see model.py), B responses.
 """
 
-import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 import torch
-from tqdm import tqdm
 
 from nanorlhf import data, toy
 from nanorlhf.losses import kl_estimate
@@ -71,21 +69,18 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
     if refused:
         raise UserError(f"a prompt cannot be answered: {refused}")
     rollout = lay_out(completions, config.device)
-    score = partial(score_tokens, batch=rollout, temperature=config.temperature,
-                    micro_tokens=config.micro_tokens)
+    how = config.temperature, config.micro_tokens
     with torch.no_grad(), autocast(config.device, config.dtype):
         rollout.scores = judge(rollout, completions, prompts, reward, config.micro_tokens)  # (B,)
-        rollout.old_logp, entropy = score(policy)  # (N,) each
+        rollout.old_logp, entropy = score_tokens(policy, rollout, *how)  # (N,) each
         if reference is not None:
-            rollout.ref_logp, _ = score(reference)
-    metrics = rollout_metrics(rollout, entropy)
-    for name, values in right_answers(prompts, completions, config.data == "toy").items():
-        metrics[name] = mean(values)
+            rollout.ref_logp, _ = score_tokens(reference, rollout, *how)
+    found = right_answers(prompts, completions, config.data == "toy")
+    metrics = rollout_metrics(rollout, entropy) | {name: mean(x) for name, x in found.items()}
     unjudged = rollout.scores.isnan()
     rollout.loss_mask = rollout.loss_mask * ~unjudged[rollout.row]
     if unjudged.all():
-        tqdm.write(f"warning: the reward judged no answer of step {step + 1}, so nothing is "
-                   "learned from it", file=sys.stderr)
+        data.warn(f"the reward judged no answer of step {step + 1}: nothing is learned from it")
     if step == 0:
         warn_if_hopeless(completions, config.max_new_tokens, reward)
     return rollout, metrics
@@ -166,26 +161,23 @@ def warn_if_hopeless(completions, max_new_tokens, reward):
     """One line when the answers of a run's first iteration show that nothing can be learned."""
     cut = sum(c.finish_reason == "length" for c in completions) / len(completions)
     if cut >= 0.95:
-        tqdm.write(f"warning: {cut:.0%} of the answers were cut off at --max_new_tokens "
-                   f"{max_new_tokens}; raise it, or check that the prompts end in the "
-                   "generation prompt of the model's chat template", file=sys.stderr)
+        data.warn(f"{cut:.0%} of the answers were cut off at --max_new_tokens {max_new_tokens}; "
+                  "raise it, or check that prompts end in the chat template's generation prompt")
     if readable(reward) and not any(extract_answer(c.text) for c in completions):
-        tqdm.write("warning: no answer holds a result that the math reward can read (#### x, "
-                   f"\\boxed{{x}} or <answer>x</answer>); the first was {completions[0].text!r}",
-                   file=sys.stderr)
+        data.warn("no answer holds a result that the math reward can read (#### x, \\boxed{x} or "
+                  f"<answer>x</answer>); the first was {completions[0].text!r}")
 
 
 def rollout_metrics(rollout, entropy):
     """What every RL script logs of an iteration (field's names, means over tokens or responses)."""
     mask = rollout.loss_mask > 0
     tokens, reward_mean = mask.sum(), rollout.scores.nanmean()
-    gap = (rollout.old_logp - rollout.sampler_logp)[mask].abs()
     metrics = {
         "reward_mean": reward_mean,
         "reward_std": (rollout.scores - reward_mean).square().nanmean().sqrt(),
         "unjudged": int(rollout.scores.isnan().sum()),
         "entropy": (entropy * mask).sum() / tokens,
-        "sampler_gap": gap.max(),
+        "sampler_gap": (rollout.old_logp - rollout.sampler_logp)[mask].abs().max(),
         "response_length": tokens / len(rollout),
         "eos_rate": rollout.stopped.float().mean(),
     }

@@ -8,8 +8,8 @@ Questions are sums such as `4832+1597=`. The demonstrations mix two habits:
 A worked answer adds the columns from the right, each with the carry of the one before. A guessed
 one is of a sum known by heart. A small model guesses other sums badly and works well, so supervised
 fine-tuning, which copies both habits, leaves it mediocre: half of the time it makes an answer up.
-Every preference method then teaches it to show its work. The gold
-score is exact: 1 if the final number is right, the answer well-formed, and the model stopped.
+Every preference method then teaches it to show its work. The gold score is exact: 1 if the final
+number is right, the answer well-formed, and the model stopped.
 
 Everything is deterministic in its seed. Held-out questions are never trained on: a question is
 held out by a hash of its text.
@@ -29,10 +29,8 @@ from nanorlhf.utils import UserError
 
 SPECIAL = ["<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+TEMPLATE = ("{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+            "{{ '<|assistant|>' if add_generation_prompt else '' }}")
 HELD_OUT_SHARE = 10  # percent of all questions
 BY_HEART = 1000  # sums whose answer the demonstrators know
 ANNOTATOR_SCALE = 3.0  # Bradley-Terry: P(a over b) = sigmoid(scale * (gold_a - gold_b))
@@ -74,8 +72,7 @@ def parse_grade(text):
     """"4x2" -> four digits, two terms; a "-" behind it also subtracts."""
     match = re.fullmatch(r"([1-9])x([2-9])(-?)", text)
     if not match:
-        raise UserError(f"--toy_grade {text} must be digits x terms, such as 4x2, or 4x2- with "
-                        "subtraction")
+        raise UserError(f"--toy_grade {text} must be digits x terms: 4x2, or 4x2- to subtract")
     return Grade(int(match[1]), int(match[2]), bool(match[3]))
 
 
@@ -163,16 +160,14 @@ def demonstrations(n, seed=0, split="train", grade=Grade(), worked_share=0.5):
     A model that copies the habit does not know the other sums, so it makes them up."""
     rng = random.Random(f"habits-{split}-{seed}")
     known = questions(min(n, BY_HEART), "by heart", split, grade)
-    texts = [(text, work) if rng.random() < worked_share else (rng.choice(known), guess)
-             for text in questions(n, seed, split, grade)]
-    return [{"prompt": text, "completion": habit(text), "answer": str(solve(text))}
-            for text, habit in texts]
+    asked = [(q, work) if rng.random() < worked_share else (rng.choice(known), guess)
+             for q in questions(n, seed, split, grade)]
+    return [{"prompt": q, "completion": habit(q), "answer": str(solve(q))} for q, habit in asked]
 
 
 def prompts(n, seed=0, split="train", grade=Grade()):
     """RL rows {prompt, answer}."""
-    return [{"prompt": text, "answer": str(solve(text))}
-            for text in questions(n, seed, split, grade)]
+    return [{"prompt": q, "answer": str(solve(q))} for q in questions(n, seed, split, grade)]
 
 
 def pool(text, rng):
