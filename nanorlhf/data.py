@@ -28,15 +28,13 @@ from nanorlhf.toy import parse_grade
 from nanorlhf.utils import UserError, epoch_order
 
 ORIGIN = "_origin"  # the key under which a row remembers its file:line
-# The columns that make a row one of a kind: the prompt's, or None where the others hold it, and the
+# The columns that make a row one of a kind: the prompt's, or none where the others hold it, and the
 # others. The first shape that fits is taken; input, margin, answer and label may be added.
 SHAPES = {
-    "SFT": ((None, "messages"), (None, "conversations"), ("prompt", "completion"),
-            ("prompt", "response"), ("instruction", "output"), ("question", "answer"),
-            (None, "text")),
-    "preference": (("prompt", "chosen", "rejected"), (None, "chosen", "rejected")),
-    "prompt": (("prompt",), ("instruction",), ("question",), ("messages",), ("conversations",),
-               (None, "chosen", "rejected")),
+    "SFT": "+messages +conversations prompt+completion prompt+response instruction+output "
+           "question+answer +text",
+    "preference": "prompt+chosen+rejected +chosen+rejected",
+    "prompt": "prompt instruction question messages conversations +chosen+rejected",
 }
 SHAREGPT = {"from": "role", "value": "content"}
 ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
@@ -121,10 +119,19 @@ class Batch:
 
 def load_rows(spec, columns="", seed=0):
     """Rows (dicts) of a local file, a folder saved by `datasets`, a hub name[:config[:split]], or a
-    mixture (see `_mixture`). columns: "field=column,..." renames columns."""
+    mixture (see `_mixture`). columns: "field=column,..." renames; what no file has is an error."""
     plain = not re.search("[,*]", spec) or os.path.exists(os.path.expanduser(spec))
     rows = _rows_of(spec) if plain else _mixture(spec, seed)
-    return _rename(rows, columns) if columns else rows
+    fields, files = dict(re.findall(r"\s*([^=,]+)=([^,]+)", columns)), {}
+    if ",".join(map("=".join, fields.items())) != columns:
+        raise UserError(f"--columns {columns} must be field=column,..., such as prompt=question")
+    for row in rows:
+        files.setdefault(row[ORIGIN].rpartition(":")[0], {}).update(row)
+    if lacking := set(fields.values()).difference(*files.values()):
+        found = "; ".join(f"{f}: {', '.join(sorted({*c} - {ORIGIN}))}" for f, c in files.items())
+        raise UserError(f"--columns: no column {min(lacking)}; there are {found}")
+    return [{name: cell for name, cell in row.items() if name not in fields.values()}
+            | {field: row[name] for field, name in fields.items() if name in row} for row in rows]
 
 
 def _mixture(spec, seed):
@@ -139,22 +146,7 @@ def _mixture(spec, seed):
         if all(drawn):
             rows = sum(drawn, [])
             return [rows[i] for i in epoch_order(len(rows), f"{seed} mixed", -1)]
-    raise UserError(f"{spec} is no file; in a mixture, such as a.jsonl*0.7,b.jsonl*0.3, every "
-                    "source needs a weight above 0 that leaves it a row")
-
-
-def _rename(rows, columns):
-    """The rows under new names; a column that no file has is an error."""
-    fields, files = dict(re.findall(r"\s*([^=,]+)=([^,]+)", columns)), {}
-    if ",".join(map("=".join, fields.items())) != columns:
-        raise UserError(f"--columns {columns} must be field=column,..., such as prompt=question")
-    for row in rows:
-        files.setdefault(row[ORIGIN].rpartition(":")[0], {}).update(row)
-    if lacking := set(fields.values()).difference(*files.values()):
-        found = "; ".join(f"{f}: {', '.join(sorted({*c} - {ORIGIN}))}" for f, c in files.items())
-        raise UserError(f"--columns: no column {min(lacking)}; there are {found}")
-    return [{name: cell for name, cell in row.items() if name not in fields.values()}
-            | {field: row[name] for field, name in fields.items() if name in row} for row in rows]
+    raise UserError(f"{spec}: no file; in a mixture each source needs a weight above 0 and a row")
 
 
 def _rows_of(spec):
@@ -233,13 +225,13 @@ def _conversations(row, kind):
     """(prompt, sides, cells): the turns of the prompt column, a whole conversation for each other
     column of the shape, and the cells that are not None. A `text` row gives ("", [text], cells)."""
     cells = {name: cell for name, cell in row.items() if cell is not None and name != ORIGIN}
-    for ask, *others in SHAPES[kind]:
-        if cells.keys() >= {ask, *others} - {None}:
+    for ask, *others in (shape.split("+") for shape in SHAPES[kind].split()):
+        if cells.keys() >= {ask, *others} - {""}:
             break
     else:
         if kind == "prompt" and "text" in cells:
             raise Dropped("no prompt to answer")
-        known = "; ".join(" + ".join(filter(None, shape)) for shape in SHAPES[kind])
+        known = ", ".join(shape.lstrip("+") for shape in SHAPES[kind].split())
         raise UserError(f"not a {kind} row: it has {', '.join(cells) or 'nothing'}; give {known}")
     if others == ["text"]:
         return "", [str(cells["text"])], cells
@@ -256,23 +248,22 @@ def _conversations(row, kind):
 
 
 def to_pair(row):
-    """(prompt, chosen, rejected, margin or None); the prompt ends where the two sides part."""
+    """(prompt, chosen, rejected, margin or 0.0); the prompt ends where the two sides part."""
     _, [a, b], cells = _conversations(row, "preference")
     end = max((i for i in range(1, min(len(a), len(b))) if a[:i] == b[:i]
                and a[i]["role"] == b[i]["role"] == "assistant"), default=0)
     if not end:
         raise UserError("chosen and rejected share no prompt; add a prompt column")
-    text = str(cells.get("margin", "")).strip()  # "": no cell, or an empty one of a CSV file
-    margin = float(text) if text else None
-    if text and not abs(margin) < 1e30:  # nan, or more than float32 can hold
-        raise UserError(f"a margin must be a finite number; found {text}")
+    margin = float(str(cells.get("margin", "")).strip() or 0)  # "": an empty cell of a CSV file
+    if not abs(margin) < 1e30:  # nan, or more than float32 can hold
+        raise UserError(f"a margin must be a finite number; found {margin}")
     return a[:end], a[end:], b[end:], margin
 
 
 def to_prompt(row):
     """(messages to be answered, columns for rewards); a `label` is known as `answer` too."""
     prompt, _, cells = _conversations(row, "prompt")
-    used = {ORIGIN, "input"}.union(*SHAPES["prompt"])
+    used = [ORIGIN, "input", *re.findall(r"\w+", SHAPES["prompt"])]
     columns = {name: cell for name, cell in row.items() if name not in used}
     if "answer" in row or "label" in row:
         answer = cells.get("answer", cells.get("label"))
@@ -290,8 +281,7 @@ def set_template(tokenizer, template):
         tokenizer.chat_template = "{{ bos_token }}" * adds_bos + CHATML
     elif template:
         if not Path(template).is_file():
-            raise UserError(f"--chat_template {template} is no file; give one with a jinja "
-                            "template, or chatml")
+            raise UserError(f"--chat_template {template} is no file; give a jinja file or chatml")
         tokenizer.chat_template = Path(template).read_text("utf-8", "replace")
 
 
@@ -316,9 +306,8 @@ def _spans(messages, first_target, render, eos, *stops):
         tag = re.search(r"<(\w+)>\s*$", prompt)  # that the generation prompt opens, say <think>
         header = prompt[:tag.start()] if tag else prompt
         if not prompt.startswith(text) or not end.startswith(header):
-            raise UserError(f"the chat template rewrites turn {(last or i) + 1}, so history is not "
-                            "what was sampled; learn the last reply alone (train_sft.py "
-                            "--train_on last) or give another template")
+            raise UserError(f"the chat template rewrites turn {(last or i) + 1}; learn the last "
+                            "reply alone (train_sft.py --train_on last) or give another template")
         if not end.startswith(prompt) or "".join(content.split()) not in "".join(reply.split()):
             # Go on from the prompt, with one tag, which is closed where nothing was thought.
             reply = content.lstrip().removeprefix(f"<{tag[1]}>").lstrip() if tag else content
@@ -424,7 +413,7 @@ def encode_pairs(rows, tokenizer, max_len, stop_ids=()):
                             for reply in replies]
         if chosen[0] == rejected[0]:
             raise Dropped(f"chosen and rejected do not differ within --max_len {max_len}")
-        return (chosen, rejected), margin or 0.0
+        return (chosen, rejected), margin
     return tuple(map(list, zip(*_encode_rows(rows, encode_row))))
 
 

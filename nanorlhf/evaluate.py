@@ -26,8 +26,7 @@ from nanorlhf.utils import clean, flag, main, writable
 
 
 def pass_at_k(n, right, k):
-    """Chance that one of k answers out of n, `right` of them right, is right (Chen et al. 2021,
-    "Evaluating Large Language Models Trained on Code", equation 1)."""
+    """Chance that one of k out of n answers, `right` of them right, is right (Chen et al. 2021)."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 

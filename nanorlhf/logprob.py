@@ -54,13 +54,14 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=
     dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    return FusedLogprobs.apply(hidden, weight, bias, targets, upstream, dtype, temperature, softcap)
+    options = dtype, temperature, softcap
+    return FusedLogprobs.apply(options, upstream, hidden, weight, bias, targets)
 
 
 def logits_logprobs(logits, targets, temperature=1.0):
     """The same for logits (N, V) that lie in memory already; they are read, not overwritten."""
     check(logits, None, None, targets, temperature)
-    return FusedLogprobs.apply(logits, None, None, targets, None, logits.dtype, temperature, None)
+    return FusedLogprobs.apply((logits.dtype, temperature, None), None, logits, None, None, targets)
 
 
 def token_logprobs_reference(hidden, weight, targets, temperature=1.0, bias=None, softcap=None):
@@ -86,8 +87,7 @@ def check(hidden, weight, bias, targets, temperature, upstream=None):
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
     if N and not 0 <= targets.min() <= targets.max() < V:
-        raise ValueError(f"targets reach from {targets.min()} to {targets.max()}, outside of "
-                         f"0..{V - 1}; drop the positions that have no target before the head")
+        raise ValueError(f"targets from {targets.min()} to {targets.max()} are not in 0..{V - 1}")
 
 
 def add_product(total, a, b):
@@ -100,14 +100,14 @@ def add_product(total, a, b):
 
 class FusedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, upstream, *options):
-        inputs = hidden, weight, bias, targets
+    def forward(ctx, options, upstream, *inputs):
+        exact, targets = torch.promote_types(options[0], torch.float32), inputs[-1]
         # per token: maximum m of z so far, sum e^(z-m), sum e^(z-m) (z-m), logit of the target
-        sums = hidden.new_zeros(4, len(hidden), dtype=torch.promote_types(options[0], torch.float))
+        sums = targets.new_zeros((4, len(targets)), dtype=exact)
         sums[0] = LOWEST
-        # the slope of logp; walk adds lse, and the rows of the entropy are not read
+        # of these only the slope of logp is read, and lse, which walk puts into row 0
         stats = None if upstream is None else (upstream / options[1]).to(sums).repeat(4, 1)
-        ctx.gradients = walk(inputs, options, sums, stats, ctx.needs_input_grad)
+        ctx.gradients = walk(inputs, options, sums, stats, ctx.needs_input_grad[2:])
         top, total, moment, hit = sums
         lse, entropy = top + total.log(), total.log() - moment / total
         ctx.save_for_backward(*inputs, upstream, lse, entropy)
@@ -122,16 +122,15 @@ class FusedLogprobs(torch.autograd.Function):
         if upstream is None:
             stats = torch.stack([lse, entropy, *(torch.zeros_like(lse) if d is None else
                                                  d / ctx.options[1] for d in (g, g_entropy))])
-            made = walk(inputs, ctx.options, None, stats, ctx.needs_input_grad,
+            made = walk(inputs, ctx.options, None, stats, ctx.needs_input_grad[2:],
                         g_entropy is not None)
         else:
             made, ctx.gradients = ctx.gradients, None  # given away, so that autograd copies none
             factor = (g @ upstream) / (upstream @ upstream).clamp(min=1e-30)
             if made is None or g_entropy is not None or not torch.allclose(g, factor * upstream):
-                raise RuntimeError("with `upstream`, token_logprobs has gradients for one backward "
-                                   "pass, of that very gradient; leave upstream out")
+                raise RuntimeError("not the one gradient that upstream promised; leave it out")
             made = [d if d is None or factor == 1 else d * factor for d in made]
-        return *made, *[None] * 5  # autograd casts to the types of the inputs
+        return None, None, *made, None  # autograd casts to the types of the inputs
 
 
 def walk(inputs, options, sums, stats, needed, with_entropy=False):
@@ -186,8 +185,7 @@ def walk(inputs, options, sums, stats, needed, with_entropy=False):
 
 
 def row_functions(hidden, dtype):
-    """Of the forward and of the backward pass, in the form that fits. They take a tile of logits
-    z (n, v), and column (n,), the target's place in its row."""
+    """Of both passes, in the form that fits. z (n, v): a tile; column (n,): its targets' places."""
     kernels = triton is not None and hidden.is_cuda and dtype != torch.float64
     if not kernels or os.environ.get("NANORLHF_TRITON") == "0":
         return fold, to_gradient
@@ -226,7 +224,6 @@ def to_gradient(tile, column, stats, temperature, with_entropy):
 
 
 if triton is not None:
-
     @triton.jit
     def fold_kernel(z_ptr, stride, width, column_ptr, stats_ptr, N, T, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)  # row * stride may pass 2^31

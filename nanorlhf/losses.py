@@ -166,8 +166,7 @@ def kl_estimate(logp, ref_logp, kind):
     """Per-token estimate (N,) of KL(policy || ref) on tokens sampled from the *policy*.
 
     With l = logp - ref_logp: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, l >= -20 (Schulman 2020).
-    k1 and k3 are unbiased, k3 is never negative. As a loss, k2 alone has the gradient of the KL on
-    average; that of k1 averages to 0."""
+    k1 and k3 are unbiased, k3 is never negative. As a loss, k2 alone has the KL's mean gradient."""
     check_shapes(logp=logp, ref_logp=ref_logp)
     log_ratio = logp - ref_logp
     if kind == "k1":

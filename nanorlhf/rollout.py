@@ -41,8 +41,7 @@ class Rollout(data.Batch):
 def rl_prompts(config, model, tokenizer, reward):
     """(training prompts, held-out prompts), lists of (ids, columns); the first one is printed."""
     if not 0 < config.temperature < float("inf"):
-        raise UserError(f"--temperature {config.temperature}: RL needs samples that differ; give "
-                        "a value above 0")
+        raise UserError(f"--temperature {config.temperature}: RL needs samples that differ")
     most = longest(model, config.max_len)
     room = most - config.max_new_tokens  # for the prompt
     if room < 1:
@@ -109,8 +108,7 @@ def lay_out(completions, device="cpu"):
 
 
 def judge(rollout, completions, prompts, reward, micro_tokens):
-    """(B,) scores of the answers by a reward model, which reads the sampled ids, or by a function
-    over texts; NaN where it abstains."""
+    """(B,) scores by a reward model, which reads ids, or by a function over texts; NaN for None."""
     if isinstance(reward, torch.nn.Module):
         return model_scores(reward, rollout, micro_tokens)
     scores = by_function(reward, prompts, completions)

@@ -94,8 +94,7 @@ def guess(text):
 
 
 def work(text, slip=None, rng=None):
-    """The worked answer. `slip` is a column (0 is the rightmost) whose result is made wrong; the
-    mistake is carried on as a pupil would carry it."""
+    """The worked answer; wrong in column `slip` (0: rightmost), and carried on as a pupil would."""
     sign, numbers = "-" if "-" in text else "+", re.findall(r"\d+", text)
     worked, digits, carry = "", "", 0
     for i, column in enumerate(zip(*(number[::-1] for number in numbers))):
@@ -121,8 +120,7 @@ def questions(n, seed=0, split="train", grade=Grade()):
         text = question(rng, grade)
         if held_out(text) == (split == "eval"):
             texts[text] = None
-    raise UserError(f"{grade} has no {n} different questions in the split {split}; ask for fewer "
-                    "rows or a harder --toy_grade")
+    raise UserError(f"{grade} has no {n} different questions; ask for fewer rows or harder sums")
 
 
 FORM = re.compile(r"(\d+([+-]\d+)+=-?\d+ )*#### (-?\d+)")
@@ -133,8 +131,7 @@ def is_worked(answer):
 
 
 def gold_score(text, answer, stopped=True):
-    """1.0 if the answer is well-formed (guessed, or every column worked once), ends in the right
-    number, and the model stopped."""
+    """1.0 if the answer is right, guessed or with every column worked once, and has stopped."""
     match, columns = FORM.fullmatch(answer), len(re.match(r"\d+", text)[0])
     return float(bool(match) and stopped and answer.count("=") in (0, columns)
                  and int(match[3]) == solve(text))
