@@ -5,9 +5,8 @@
     python -m nanorlhf.evaluate --model runs/rm --prompt "12+34=" --response "#### 46"
 
 A policy answers prompts: share of right answers (gold score on the embedded world), pass@k,
-best-of-n under a reward model, response length, share of answers that stop by themselves, KL from
-its start model. A reward model ranks pairs: accuracy, margins with their histogram, and how much of
-its preference is mere length.
+best-of-n under a reward model, length, share of answers that stop by themselves, KL from a base. A
+reward model ranks pairs: accuracy, histogram of margins, how much of its preference is mere length.
 """
 
 import json

@@ -48,20 +48,18 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=
     fp32. Words with logit -inf count as impossible. ValueError for arguments that do not fit.
 
     upstream (N,): what dL/dlogp will be, up to a factor, and L not made of entropy: gradients are
-    then ready after the forward pass. A backward with another gradient, or a second one, raises.
-    """
+    then ready after the forward pass. A backward with another gradient, or a second one, raises."""
     check(hidden, weight, bias, targets, temperature, upstream)
     dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    options = dtype, temperature, softcap
-    return FusedLogprobs.apply(options, upstream, hidden, weight, bias, targets)
+    return FusedHead.apply((dtype, temperature, softcap), upstream, hidden, weight, bias, targets)
 
 
 def logits_logprobs(logits, targets, temperature=1.0):
     """The same for logits (N, V) that lie in memory already; they are read, not overwritten."""
     check(logits, None, None, targets, temperature)
-    return FusedLogprobs.apply((logits.dtype, temperature, None), None, logits, None, None, targets)
+    return FusedHead.apply((logits.dtype, temperature, None), None, logits, None, None, targets)
 
 
 def token_logprobs_reference(hidden, weight, targets, temperature=1.0, bias=None, softcap=None):
@@ -98,7 +96,7 @@ def add_product(total, a, b):
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-class FusedLogprobs(torch.autograd.Function):
+class FusedHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx, options, upstream, *inputs):
         exact, targets = torch.promote_types(options[0], torch.float32), inputs[-1]

@@ -224,8 +224,7 @@ def ppo_stats(logp, old_logp, advantages, mask, clip_eps_low, clip_eps_high):
     """Sums weighted by mask: approx_kl, clip_frac, ratio_mean. Maxima: ratio_max, log_ratio_max.
 
     approx_kl is k3 of KL(old || new): the samples are the old policy's. clip_frac counts tokens
-    whose gradient the clip stops, not all with a ratio out of range. log_ratio_max is of |log r|.
-    """
+    whose gradient the clip stops, not all that are out of range. log_ratio_max is of |log r|."""
     logp, old_logp, A = masked(mask, logp=logp, old_logp=old_logp, advantages=advantages)
     log_ratio = (logp - old_logp).clamp(-BOUND, BOUND)
     ratio = log_ratio.exp()

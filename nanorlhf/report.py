@@ -132,8 +132,7 @@ def arguments(argv=None):
     parser.error, add = refuse, parser.add_argument
     add("runs", nargs="+", type=Path, help="run folders")
     add("--out", type=Path, default=Path("runs/report"), help="folder to write")
-    add("--base", default="", help="start model, on the embedded world: also measure every "
-        "policy's gold score and its KL from this model")
+    add("--base", default="", help="start model on the embedded world: also gold scores and KL")
     add("--reward_model", default="", help="also best-of-n under this reward model")
     add("--toy_grade", default="4x2", help="sums: digits x terms")
     add("--n", type=int, default=16, help="largest n of best-of-n")

@@ -19,7 +19,7 @@ import math
 import random
 import re
 import zlib
-from dataclasses import dataclass
+from collections import namedtuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -33,6 +33,10 @@ TEMPLATE = ("{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end
             "{{ '<|assistant|>' if add_generation_prompt else '' }}")
 HELD_OUT_SHARE = 10  # percent of all questions
 BY_HEART = 1000  # sums whose answer the demonstrators know
+# Digits of every number, how many numbers, and whether half of the questions take the second from
+# the first. More digits or terms: harder to guess, longer to work.
+Grade = namedtuple("Grade", "digits terms subtract", defaults=(4, 2, False))
+USUAL = Grade()
 ANNOTATOR_SCALE = 3.0  # Bradley-Terry: P(a over b) = sigmoid(scale * (gold_a - gold_b))
 
 
@@ -58,14 +62,6 @@ def new_model(seed=0, hidden=96, layers=3):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
-
-
-@dataclass(frozen=True)
-class Grade:
-    """How hard the sums are. More digits or terms: harder to guess, longer to work."""
-    digits: int = 4  # digits of every number
-    terms: int = 2  # numbers to add
-    subtract: bool = False  # half of the questions take the second number from the first
 
 
 def parse_grade(text):
@@ -111,7 +107,7 @@ def held_out(text):
     return zlib.crc32(text.encode()) % 100 < HELD_OUT_SHARE
 
 
-def questions(n, seed=0, split="train", grade=Grade()):
+def questions(n, seed=0, split="train", grade=USUAL):
     """n texts of the split, without repeats as long as the grade has enough of them."""
     rng, texts = random.Random(f"{split}-{seed}"), {}
     for _ in range(1000 * n + 1):
@@ -150,7 +146,7 @@ def bare(prompt):
     return (re.findall(r"\d+(?:[+-]\d+)+=", text) or [""])[-1]
 
 
-def demonstrations(n, seed=0, split="train", grade=Grade(), worked_share=0.5):
+def demonstrations(n, seed=0, split="train", grade=USUAL, worked_share=0.5):
     """SFT rows {prompt, completion, answer}: `worked_share` of them worked, the others guessed.
 
     The guesses are right, being of sums that the demonstrators know by heart, always the same ones.
@@ -162,7 +158,7 @@ def demonstrations(n, seed=0, split="train", grade=Grade(), worked_share=0.5):
     return [{"prompt": q, "completion": habit(q), "answer": str(solve(q))} for q, habit in asked]
 
 
-def prompts(n, seed=0, split="train", grade=Grade()):
+def prompts(n, seed=0, split="train", grade=USUAL):
     """RL rows {prompt, answer}."""
     return [{"prompt": q, "answer": str(solve(q))} for q in questions(n, seed, split, grade)]
 
@@ -191,7 +187,7 @@ def answers_to(texts, sampler, samples, rng):
     return [done[i: i + samples] for i in range(0, len(done), samples)]
 
 
-def pairs(n, seed=0, split="train", grade=Grade(), sampler=None, samples=8, noise=True):
+def pairs(n, seed=0, split="train", grade=USUAL, sampler=None, samples=8, noise=True):
     """Preference rows {prompt, chosen, rejected} drawn by a Bradley-Terry annotator.
 
     With a `sampler` both answers are the model's own (on-policy), else they come from `pool`. With
