@@ -27,15 +27,13 @@ from nanorlhf.toy import parse_grade
 from nanorlhf.utils import UserError, epoch_order, warn
 
 ORIGIN = "_origin"  # the key under which a row remembers its file:line
-# The columns that make a row one of a kind: the prompt's, or None where the others hold it, and the
+# The columns that make a row one of a kind: the prompt's, or none where the others hold it, and the
 # others. The first shape that fits is taken; input, margin, answer and label may be added.
 SHAPES = {
-    "SFT": ((None, "messages"), (None, "conversations"), ("prompt", "completion"),
-            ("prompt", "response"), ("instruction", "output"), ("question", "answer"),
-            (None, "text")),
-    "preference": (("prompt", "chosen", "rejected"), (None, "chosen", "rejected")),
-    "prompt": (("prompt",), ("instruction",), ("question",), ("messages",), ("conversations",),
-               (None, "chosen", "rejected")),
+    "SFT": "+messages +conversations prompt+completion prompt+response instruction+output "
+           "question+answer +text",
+    "preference": "prompt+chosen+rejected +chosen+rejected",
+    "prompt": "prompt instruction question messages conversations +chosen+rejected",
 }
 SHAREGPT = {"from": "role", "value": "content"}
 ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
@@ -118,50 +116,43 @@ class Batch:
         return [self.select(group) for group in groups]
 
 
-def load_rows(spec, split=None, columns="", seed=0):
+def load_rows(spec, columns="", seed=0):
     """Rows (dicts) of a local file, a folder saved by `datasets`, a hub name[:config[:split]], or a
-    mixture (see `_mixture`). columns: "field=column,..." renames columns."""
+    mixture (see `_mixture`). columns: "field=column,..." renames; what no file has is an error."""
     plain = not re.search("[,*]", spec) or os.path.exists(os.path.expanduser(spec))
-    rows = _rows_of(spec, split) if plain else _mixture(spec, split, seed)
-    return _rename(rows, columns) if columns else rows
-
-
-def _mixture(spec, split, seed):
-    """Rows of "a.jsonl*0.7,b.jsonl*0.3", in an order drawn by seed. Weights are shares of the sum,
-    which ends where its first source runs out, so that no row comes twice."""
-    parts = [re.fullmatch(r"\s*(.+)\*(\d{0,9}\.?\d{1,9})\s*", part) for part in spec.split(",")]
-    if all(parts) and len(parts) > 1:
-        sources = [(_rows_of(part[1], split), max(float(part[2]), 1e-9)) for part in parts]
-        size = min(len(rows) / share for rows, share in sources)
-        drawn = [[rows[i] for i in epoch_order(len(rows), f"{seed} mixed", n)[:round(size * share)]]
-                 for n, (rows, share) in enumerate(sources)]
-        if all(drawn):
-            rows = sum(drawn, [])
-            return [rows[i] for i in epoch_order(len(rows), f"{seed} mixed", -1)]
-    raise UserError(f"{spec} is no file; in a mixture, such as a.jsonl*0.7,b.jsonl*0.3, every "
-                    "source needs a weight above 0 that leaves it a row")
-
-
-def _rename(rows, columns):
-    """The rows under new names; a column that no file has is an error."""
+    rows = _rows_of(spec) if plain else _mixture(spec, seed)
     fields, files = dict(re.findall(r"\s*([^=,]+)=([^,]+)", columns)), {}
     if ",".join(map("=".join, fields.items())) != columns:
         raise UserError(f"--columns {columns} must be field=column,..., such as prompt=question")
     for row in rows:
         files.setdefault(row[ORIGIN].rpartition(":")[0], {}).update(row)
     if lacking := set(fields.values()).difference(*files.values()):
-        found = "; ".join(f"{file}: {', '.join(sorted({*cells} - {ORIGIN}))}"
-                          for file, cells in files.items())
+        found = "; ".join(f"{f}: {', '.join(sorted({*c} - {ORIGIN}))}" for f, c in files.items())
         raise UserError(f"--columns: no column {min(lacking)}; there are {found}")
     return [{name: cell for name, cell in row.items() if name not in fields.values()}
             | {field: row[name] for field, name in fields.items() if name in row} for row in rows]
 
 
-def _rows_of(spec, split):
+def _mixture(spec, seed):
+    """Rows of "a.jsonl*0.7,b.jsonl*0.3", in an order drawn by seed. Weights are shares of the sum,
+    which ends where its first source runs out, so that no row comes twice."""
+    parts = [re.fullmatch(r"\s*(.+)\*(\d{0,9}\.?\d{1,9})\s*", part) for part in spec.split(",")]
+    if all(parts) and len(parts) > 1:
+        sources = [(_rows_of(part[1]), max(float(part[2]), 1e-9)) for part in parts]
+        size = min(len(rows) / share for rows, share in sources)
+        drawn = [[rows[i] for i in epoch_order(len(rows), f"{seed} mixed", n)[:round(size * share)]]
+                 for n, (rows, share) in enumerate(sources)]
+        if all(drawn):
+            rows = sum(drawn, [])
+            return [rows[i] for i in epoch_order(len(rows), f"{seed} mixed", -1)]
+    raise UserError(f"{spec}: no file; in a mixture each source needs a weight above 0 and a row")
+
+
+def _rows_of(spec):
     """Rows of one source, each with its origin."""
     rows, where = [], spec
     try:
-        for number, row in _read(spec, split):
+        for number, row in _read(spec):
             where = f"{spec}:{number}"
             row = json.loads(row) if isinstance(row, bytes) else row
             if not isinstance(row, dict) or None in row:  # None: the surplus cells of a CSV row
@@ -175,7 +166,7 @@ def _rows_of(spec, split):
     return rows
 
 
-def _read(spec, split):
+def _read(spec):
     """Pairs (number, row or its JSON): the line where a file has lines, else a count from 1."""
     path = Path(spec).expanduser()
     if path.suffix == ".parquet":
@@ -198,12 +189,12 @@ def _read(spec, split):
     name, config, part = (spec.split(":") + ["", ""])[:3]
     try:
         data = (datasets.load_from_disk(str(path)) if path.is_dir() else
-                datasets.load_dataset(name, config or None, split=part or split or "train"))
+                datasets.load_dataset(name, config or None, split=part or "train"))
     except Exception as error:  # of any type: from the hub, the network or a builder
         raise ValueError("it is neither a file, a folder saved by datasets nor a hub data set that "
                          f"could be loaded: {str(error).strip()}") from error
     if isinstance(data, dict):
-        data = data[split or ("train" if len(data) > 1 else next(iter(data)))]
+        data = data["train" if len(data) > 1 else next(iter(data))]
     return enumerate(data, 1)
 
 
@@ -233,13 +224,13 @@ def _conversations(row, kind):
     """(prompt, sides, cells): the turns of the prompt column, a whole conversation for each other
     column of the shape, and the cells that are not None. A `text` row gives ("", [text], cells)."""
     cells = {name: cell for name, cell in row.items() if cell is not None and name != ORIGIN}
-    for ask, *others in SHAPES[kind]:
-        if cells.keys() >= {ask, *others} - {None}:
+    for ask, *others in (shape.split("+") for shape in SHAPES[kind].split()):
+        if cells.keys() >= {ask, *others} - {""}:
             break
     else:
         if kind == "prompt" and "text" in cells:
             raise Dropped("no prompt to answer")
-        known = "; ".join(" + ".join(filter(None, shape)) for shape in SHAPES[kind])
+        known = ", ".join(shape.lstrip("+") for shape in SHAPES[kind].split())
         raise UserError(f"not a {kind} row: it has {', '.join(cells) or 'nothing'}; give {known}")
     if others == ["text"]:
         return "", [str(cells["text"])], cells
@@ -256,23 +247,22 @@ def _conversations(row, kind):
 
 
 def to_pair(row):
-    """(prompt, chosen, rejected, margin or None); the prompt ends where the two sides part."""
+    """(prompt, chosen, rejected, margin or 0.0); the prompt ends where the two sides part."""
     _, [a, b], cells = _conversations(row, "preference")
     end = max((i for i in range(1, min(len(a), len(b))) if a[:i] == b[:i]
                and a[i]["role"] == b[i]["role"] == "assistant"), default=0)
     if not end:
         raise UserError("chosen and rejected share no prompt; add a prompt column")
-    text = str(cells.get("margin", "")).strip()  # "": no cell, or an empty one of a CSV file
-    margin = float(text) if text else None
-    if text and not abs(margin) < 1e30:  # nan, or more than float32 can hold
-        raise UserError(f"a margin must be a finite number; found {text}")
+    margin = float(str(cells.get("margin", "")).strip() or 0)  # "": an empty cell of a CSV file
+    if not abs(margin) < 1e30:  # nan, or more than float32 can hold
+        raise UserError(f"a margin must be a finite number; found {margin}")
     return a[:end], a[end:], b[end:], margin
 
 
 def to_prompt(row):
     """(messages to be answered, columns for rewards); a `label` is known as `answer` too."""
     prompt, _, cells = _conversations(row, "prompt")
-    used = {ORIGIN, "input"}.union(*SHAPES["prompt"])
+    used = [ORIGIN, "input", *re.findall(r"\w+", SHAPES["prompt"])]
     columns = {name: cell for name, cell in row.items() if name not in used}
     if "answer" in row or "label" in row:
         answer = cells.get("answer", cells.get("label"))
@@ -290,8 +280,7 @@ def set_template(tokenizer, template):
         tokenizer.chat_template = "{{ bos_token }}" * adds_bos + CHATML
     elif template:
         if not Path(template).is_file():
-            raise UserError(f"--chat_template {template} is no file; give one with a jinja "
-                            "template, or chatml")
+            raise UserError(f"--chat_template {template} is no file; give a jinja file or chatml")
         tokenizer.chat_template = Path(template).read_text("utf-8", "replace")
 
 
@@ -316,9 +305,8 @@ def _spans(messages, first_target, render, eos, *stops):
         tag = re.search(r"<(\w+)>\s*$", prompt)  # that the generation prompt opens, say <think>
         header = prompt[:tag.start()] if tag else prompt
         if not prompt.startswith(text) or not end.startswith(header):
-            raise UserError(f"the chat template rewrites turn {(last or i) + 1}, so history is not "
-                            "what was sampled; learn the last reply alone (train_sft.py "
-                            "--train_on last) or give another template")
+            raise UserError(f"the chat template rewrites turn {(last or i) + 1}; learn the last "
+                            "reply alone (train_sft.py --train_on last) or give another template")
         if not end.startswith(prompt) or "".join(content.split()) not in "".join(reply.split()):
             # Go on from the prompt, with one tag, which is closed where nothing was thought.
             reply = content.lstrip().removeprefix(f"<{tag[1]}>").lstrip() if tag else content
@@ -342,8 +330,7 @@ def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=
     The mask marks each assistant turn, from turn `first_target` on (-1: the last alone), and what
     ends it, but no role header. The last reply ends the ids, with EOS or one of stop_ids. Text is
     learned whole and closed by EOS. A BOS comes first if the template or the tokenizer adds one,
-    never two. prompt_only: up to the generation prompt, mask 0. bare: the prompt, if it is a mere
-    string."""
+    never two. prompt_only: up to the generation prompt, mask 0. bare: a prompt that is a string."""
     if tokenizer.eos_token is None and not prompt_only:
         raise UserError("the tokenizer has no EOS, so no reply would end; set tokenizer.eos_token")
     if isinstance(messages_or_text, str):
@@ -393,8 +380,7 @@ def _encode_rows(rows, encode_row, or_none=False):
 
 
 def _cut(row, messages, first_target, tokenizer, max_len, stop_ids):
-    ids, mask = encode(messages, tokenizer, first_target=first_target, bare=row.get("prompt"),
-                       stop_ids=stop_ids)
+    ids, mask = encode(messages, tokenizer, False, first_target, row.get("prompt"), stop_ids)
     if not any(mask[1:max_len]):
         raise Dropped(f"prompt fills --max_len {max_len}, no target tokens")
     return ids[:max_len], mask[:max_len]
@@ -421,7 +407,7 @@ def encode_pairs(rows, tokenizer, max_len, stop_ids=()):
                             for reply in replies]
         if chosen[0] == rejected[0]:
             raise Dropped(f"chosen and rejected do not differ within --max_len {max_len}")
-        return (chosen, rejected), margin or 0.0
+        return (chosen, rejected), margin
     return tuple(map(list, zip(*_encode_rows(rows, encode_row))))
 
 
@@ -449,9 +435,8 @@ def show_masks(rows, tokenizer, n=1, text=False):
     *: learned. text: the text before them."""
     for row in [rows] if isinstance(rows, tuple) else rows[:n]:
         for ids, mask in row if isinstance(row[0], tuple) else [row]:
-            mask = [0] * len(ids) if isinstance(mask, dict) else mask
-            lines = [f"{tokenizer.decode([token])!r:>16}  {token:>6}  {'*' if learned else '.'}"
-                     for token, learned in zip(ids, mask)]
+            marks = "." * len(ids) if isinstance(mask, dict) else [".*"[m] for m in mask]
+            lines = [f"{tokenizer.decode([i])!r:>16}  {i:>6}  {m}" for i, m in zip(ids, marks)]
             if len(lines) > 60:
                 lines[30:-30] = [f"... {len(lines) - 60} tokens ..."]
             header = [tokenizer.decode(ids)] * text + [f"{'token':>16}  {'id':>6}  mask"]

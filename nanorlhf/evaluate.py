@@ -5,15 +5,13 @@
     python -m nanorlhf.evaluate --model runs/rm --prompt "12+34=" --response "#### 46"
 
 A policy answers prompts: share of right answers (gold score on the embedded world), pass@k,
-best-of-n under a reward model, response length, share of answers that stop by themselves, KL from
-its start model. A reward model ranks pairs: accuracy, margins with their histogram, and how much of
-its preference is mere length.
+best-of-n under a reward model, length, share of answers that stop by themselves, KL from a base. A
+reward model ranks pairs: accuracy, histogram of margins, how much of its preference is mere length.
 """
 
 import json
 import math
 from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 
@@ -27,8 +25,7 @@ from nanorlhf.utils import clean, flag, main, writable
 
 
 def pass_at_k(n, right, k):
-    """Chance that one of k answers out of n, `right` of them right, is right (Chen et al. 2021,
-    "Evaluating Large Language Models Trained on Code", equation 1)."""
+    """Chance that one of k out of n answers, `right` of them right, is right (Chen et al. 2021)."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
@@ -74,10 +71,10 @@ def held_out_loss(model, rows, micro_tokens, device):
 
 @torch.no_grad()
 def pair_scores(scorer, pairs, micro_tokens, device):
-    """(P, 2) scores of encoded (chosen, rejected) rows."""
+    """(P, 2) scores of encoded (chosen, rejected) rows; or (P, n) of any n rows."""
     batch = data.Batch.from_rows([row for pair in pairs for row in pair]).to(device)
     parts = [sequence_scores(scorer, part) for part in batch.split(micro_tokens)]
-    return torch.cat(parts).view(-1, 2)
+    return torch.cat(parts).view(-1, len(pairs[0]))
 
 
 def rank(scorer, pairs, micro_tokens=4096, device="cpu"):
@@ -109,7 +106,8 @@ def histogram(margins, bins=10):
 def best_of(values, scores, n):
     """{best_of@k: mean value} when of k answers the one with the highest score is given."""
     groups = [list(zip(scores[i: i + n], values[i: i + n])) for i in range(0, len(values), n)]
-    return {f"best_of@{k}": mean([max(group[:k], key=itemgetter(0))[1] for group in groups])
+    return {f"best_of@{k}": mean([max(group[:k], key=lambda pair: pair[0])[1]
+                                   for group in groups])
             for k in doublings(n)}
 
 
@@ -172,12 +170,9 @@ def evaluate_scorer(cfg):
     scorer, tokenizer = load_scorer(cfg.model, cfg.device)
     ends = eos_ids(scorer, tokenizer)
     if cfg.prompt:
-        turns = [{"role": "user", "content": cfg.prompt},
-                 {"role": "assistant", "content": cfg.response}]
-        row = data.encode(turns, tokenizer, stop_ids=ends)
-        batch = data.Batch.from_rows([row]).to(cfg.device)
-        with torch.no_grad():
-            return {"score": float(sequence_scores(scorer, batch))}
+        row = {"prompt": cfg.prompt, "completion": cfg.response}
+        rows = data.encode_sft([row], tokenizer, cfg.max_len, ends)
+        return {"score": float(pair_scores(scorer, [rows], cfg.micro_tokens, cfg.device))}
     if cfg.data == "toy":
         sampler = Sampler(*load_policy(cfg.pairs_from, cfg.device)) if cfg.pairs_from else None
         rows = toy.pairs(cfg.limit, split="eval", sampler=sampler,

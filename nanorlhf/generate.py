@@ -80,9 +80,8 @@ def read_prompts(cfg):
     return [{"prompt": line.strip()} for line in lines if line.strip()]
 
 
-def converse(sampler, params, opening):
+def converse(sampler, params, messages):
     """A conversation on the keyboard; an empty line ends it."""
-    messages = list(opening)
     print("an empty line ends the conversation", file=sys.stderr)
     with suppress(EOFError):
         while text := input("you: ").strip():

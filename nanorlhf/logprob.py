@@ -12,11 +12,10 @@ log-sum-exp. The backward pass makes each again and turns it, in place, into its
     d entropy / dz_i = p_i - p_i - sum_j z_j p_j ([i = j] - p_i) = -p_i (log p_i + entropy),
     dL/dz_i = g ([i = y] - p_i) - g' p_i (log p_i + entropy)    with g = dL/dlogp, g' = dL/dentropy
 
-and z = x w^T gives dL/dx = dL/dz w, dL/dw = dL/dz^T x. All it takes is p = e^(z - lse). These
-two row functions exist twice: as Triton kernels for CUDA, and in torch for every other machine
-(and for CUDA with NANORLHF_TRITON=0). All else is one code. Where g is known beforehand (SFT), the
-forward pass takes a few rows over the whole vocabulary and makes their gradient at once: three
-matrix products instead of four.
+and z = x w^T gives dL/dx = dL/dz w, dL/dw = dL/dz^T x. The two row functions exist twice, all else
+once: as Triton kernels for CUDA, and in torch for every other machine (or NANORLHF_TRITON=0). Where
+g is known beforehand (SFT), the forward pass takes a few rows over the whole vocabulary and makes
+their gradient at once: three matrix products instead of four.
 Letters: N tokens, H hidden size, V vocabulary; n tokens and v words make up a tile.
 """
 
@@ -49,19 +48,18 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, bias=None, softcap=
     fp32. Words with logit -inf count as impossible. ValueError for arguments that do not fit.
 
     upstream (N,): what dL/dlogp will be, up to a factor, and L not made of entropy: gradients are
-    then ready after the forward pass. A backward with another gradient, or a second one, raises.
-    """
+    then ready after the forward pass. A backward with another gradient, or a second one, raises."""
     check(hidden, weight, bias, targets, temperature, upstream)
     dtype, device = torch.promote_types(hidden.dtype, weight.dtype), hidden.device.type
     if torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    return FusedLogprobs.apply(hidden, weight, bias, targets, upstream, dtype, temperature, softcap)
+    return FusedHead.apply((dtype, temperature, softcap), upstream, hidden, weight, bias, targets)
 
 
 def logits_logprobs(logits, targets, temperature=1.0):
     """The same for logits (N, V) that lie in memory already; they are read, not overwritten."""
     check(logits, None, None, targets, temperature)
-    return FusedLogprobs.apply(logits, None, None, targets, None, logits.dtype, temperature, None)
+    return FusedHead.apply((logits.dtype, temperature, None), None, logits, None, None, targets)
 
 
 def token_logprobs_reference(hidden, weight, targets, temperature=1.0, bias=None, softcap=None):
@@ -87,30 +85,7 @@ def check(hidden, weight, bias, targets, temperature, upstream=None):
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
     if N and not 0 <= targets.min() <= targets.max() < V:
-        raise ValueError(f"targets reach from {targets.min()} to {targets.max()}, outside of "
-                         f"0..{V - 1}; drop the positions that have no target before the head")
-
-
-def tiles(x, weight, bias, softcap, whole_rows=False):
-    """For every tile: words, rows, w (v, H), and logits (n, v), which the next tile overwrites.
-    Words outermost: each part of the weight is read once. With no weight, x are the logits."""
-    N, V = len(x), x.shape[1] if weight is None else len(weight)
-    n, v = TILES["cuda" if x.is_cuda else "cpu"]
-    if whole_rows:
-        n, v = min(n, max(256, n * v // V)), V
-    buffer = x.new_empty((min(n, N), min(v, -(-V // 16) * 16)))  # 16: aligned rows for any V
-    for left in range(0, V, v):
-        words = slice(left, min(left + v, V))
-        w = None if weight is None else weight[words].to(x.dtype)
-        for first in range(0, N, n):
-            rows = slice(first, min(first + n, N))
-            z = buffer[:rows.stop - first, :words.stop - left]
-            z.copy_(x[rows, words]) if w is None else torch.mm(x[rows], w.T, out=z)
-            if bias is not None:
-                z += bias[words]
-            if softcap is not None:
-                z.div_(softcap).tanh_().mul_(softcap)
-            yield words, rows, w, z
+        raise ValueError(f"targets from {targets.min()} to {targets.max()} are not in 0..{V - 1}")
 
 
 def add_product(total, a, b):
@@ -121,18 +96,16 @@ def add_product(total, a, b):
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-class FusedLogprobs(torch.autograd.Function):
+class FusedHead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, upstream, *options):
-        inputs = hidden, weight, bias, targets
-        exact = torch.promote_types(options[0], torch.float32)
+    def forward(ctx, options, upstream, *inputs):
+        exact, targets = torch.promote_types(options[0], torch.float32), inputs[-1]
         # per token: maximum m of z so far, sum e^(z-m), sum e^(z-m) (z-m), logit of the target
-        sums = hidden.new_zeros((4, len(hidden)), dtype=exact)
-        sums[0], stats = LOWEST, None
-        if upstream is not None:
-            stats = torch.zeros_like(sums)
-            stats[2] = upstream / options[1]
-        ctx.gradients = walk(inputs, options, sums, stats, ctx.needs_input_grad)
+        sums = targets.new_zeros((4, len(targets)), dtype=exact)
+        sums[0] = LOWEST
+        # of these only the slope of logp is read, and lse, which walk puts into row 0
+        stats = None if upstream is None else (upstream / options[1]).to(sums).repeat(4, 1)
+        ctx.gradients = walk(inputs, options, sums, stats, ctx.needs_input_grad[2:])
         top, total, moment, hit = sums
         lse, entropy = top + total.log(), total.log() - moment / total
         ctx.save_for_backward(*inputs, upstream, lse, entropy)
@@ -147,65 +120,70 @@ class FusedLogprobs(torch.autograd.Function):
         if upstream is None:
             stats = torch.stack([lse, entropy, *(torch.zeros_like(lse) if d is None else
                                                  d / ctx.options[1] for d in (g, g_entropy))])
-            found = walk(inputs, ctx.options, None, stats, ctx.needs_input_grad,
-                         g_entropy is not None)
+            made = walk(inputs, ctx.options, None, stats, ctx.needs_input_grad[2:],
+                        g_entropy is not None)
         else:
-            found, ctx.gradients = ctx.gradients, None  # given away, so that autograd copies none
+            made, ctx.gradients = ctx.gradients, None  # given away, so that autograd copies none
             factor = (g @ upstream) / (upstream @ upstream).clamp(min=1e-30)
-            if found is None or g_entropy is not None or not torch.allclose(g, factor * upstream):
-                raise RuntimeError("with `upstream`, token_logprobs has gradients for one backward "
-                                   "pass, of that very gradient; leave upstream out")
-            if factor != 1:
-                found = [None if d is None else d * factor for d in found]
-        return *found, *[None] * 5  # autograd casts to the types of the inputs
+            if made is None or g_entropy is not None or not torch.allclose(g, factor * upstream):
+                raise RuntimeError("not the one gradient that upstream promised; leave it out")
+            made = [d if d is None or factor == 1 else d * factor for d in made]
+        return None, None, *made, None  # autograd casts to the types of the inputs
 
 
 def walk(inputs, options, sums, stats, needed, with_entropy=False):
-    """Over all tiles: bring sums (4, N) up to date with the logits; then, with stats (4, N), turn
-    them into their gradient and return dL/dhidden, dL/dweight, dL/dbias. With both, in one go."""
+    """Over all tiles of logits: bring sums (4, N) up to date with them; then, with stats (4, N),
+    turn them into their gradient and return dL/dhidden, dL/dweight, dL/dbias. With both, tiles are
+    whole rows. With no weight, hidden are the logits."""
     (hidden, weight, bias, targets), (dtype, temperature, softcap) = inputs, options
-    for_hidden, for_weight, for_bias = (n and stats is not None for n in needed[:3])
     x, exact = hidden.to(dtype), torch.promote_types(dtype, torch.float32)
-    d_hidden = None if stats is None else torch.zeros_like(
-        hidden, dtype=hidden.dtype if weight is None else exact)
-    d_weight = torch.zeros_like(weight) if for_weight else None
-    d_bias = torch.zeros_like(bias, dtype=exact) if for_bias else None
+    N, V = len(x), x.shape[1] if weight is None else len(weight)
+    n, v = tile = TILES["cuda" if x.is_cuda else "cpu"]
+    if sums is not None and stats is not None:
+        n, v = min(n, max(256, n * v // V)), V
+    z_space = x.new_empty(min(n, N), min(v, -(-V // 16) * 16))  # 16: aligned rows for any V
+    types = dtype if weight is None else exact, None, exact
+    d_hidden, d_weight, d_bias = (
+        torch.zeros_like(tensor, dtype=kind) if wanted and stats is not None else None
+        for tensor, wanted, kind in zip(inputs, needed, types))
     fold, to_gradient = row_functions(hidden, dtype)
-    whole_rows = sums is not None and stats is not None
-    _, step = TILES["cuda" if hidden.is_cuda else "cpu"]
-    for words, rows, w, z in tiles(x, weight, bias, softcap, whole_rows):
-        column = targets[rows] - words.start
-        if sums is not None:
-            for left in range(0, z.shape[1], step):
-                fold(z[:, left: left + step], column - left, sums[:, rows], temperature)
-        if stats is None:
-            continue
-        if whole_rows:
-            stats[0, rows] = sums[0, rows] + sums[1, rows].log()
-        slope = None if softcap is None else 1 - (z / softcap).square_()
-        to_gradient(z, column, stats[:, rows], temperature, with_entropy)
-        if softcap is not None:
-            z *= slope
-        if weight is None:
-            d_hidden[rows, words] = z
-        elif for_hidden:
-            add_product(d_hidden[rows], z, w)
-        if for_bias:
-            d_bias[words] += z.sum(0, dtype=exact)
-        if for_weight:
-            if rows.start == 0:  # the sum for these words is kept in fp32, d_weight may not be
-                dw = d_weight[words].to(exact)
-            add_product(dw, z.T, x[rows])
-            if rows.stop == len(x) and dw.dtype != weight.dtype:
-                d_weight[words] = dw
+    for left in range(0, V, v):  # words outermost: each part of the weight is read once
+        words = slice(left, min(left + v, V))
+        w = None if weight is None else weight[words].to(dtype)  # (v, H)
+        dw = None if d_weight is None else d_weight[words].to(exact)  # d_weight itself, or a sum
+        for top in range(0, N, n):
+            rows = slice(top, min(top + n, N))
+            z, column = z_space[:rows.stop - top, :words.stop - left], targets[rows] - left
+            z.copy_(x[rows, words]) if w is None else torch.mm(x[rows], w.T, out=z)
+            if bias is not None:
+                z += bias[words]
+            if softcap is not None:
+                z.div_(softcap).tanh_().mul_(softcap)
+            for at in range(0, z.shape[1] if sums is not None else 0, tile[1]):
+                fold(z[:, at: at + tile[1]], column - at, sums[:, rows], temperature)
+            if stats is None:
+                continue
+            if sums is not None:
+                stats[0, rows] = sums[0, rows] + sums[1, rows].log()
+            slope = 1 if softcap is None else 1 - (z / softcap).square_()
+            to_gradient(z, column, stats[:, rows], temperature, with_entropy)
+            if softcap is not None:
+                z *= slope
+            if w is None:
+                d_hidden[rows, words] = z
+            elif d_hidden is not None:
+                add_product(d_hidden[rows], z, w)
+            if d_bias is not None:
+                d_bias[words] += z.sum(0, dtype=exact)
+            if dw is not None:
+                add_product(dw, z.T, x[rows])
+        if dw is not None and dw.dtype != weight.dtype:
+            d_weight[words] = dw
     return d_hidden, d_weight, d_bias
 
 
-# --- the row functions: z is a tile of logits (n, v), column (n,) the target's place in its row ---
-
-
 def row_functions(hidden, dtype):
-    """Of the forward and of the backward pass, in the form that fits."""
+    """Of both passes, in the form that fits. z (n, v): a tile; column (n,): its targets' places."""
     kernels = triton is not None and hidden.is_cuda and dtype != torch.float64
     if not kernels or os.environ.get("NANORLHF_TRITON") == "0":
         return fold, to_gradient
@@ -244,7 +222,6 @@ def to_gradient(tile, column, stats, temperature, with_entropy):
 
 
 if triton is not None:
-
     @triton.jit
     def fold_kernel(z_ptr, stride, width, column_ptr, stats_ptr, N, T, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)  # row * stride may pass 2^31

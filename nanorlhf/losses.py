@@ -166,8 +166,7 @@ def kl_estimate(logp, ref_logp, kind):
     """Per-token estimate (N,) of KL(policy || ref) on tokens sampled from the *policy*.
 
     With l = logp - ref_logp: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l, l >= -20 (Schulman 2020).
-    k1 and k3 are unbiased, k3 is never negative. As a loss, k2 alone has the gradient of the KL on
-    average; that of k1 averages to 0."""
+    k1 and k3 are unbiased, k3 is never negative. As a loss, k2 alone has the KL's mean gradient."""
     check_shapes(logp=logp, ref_logp=ref_logp)
     log_ratio = logp - ref_logp
     if kind == "k1":
@@ -228,8 +227,7 @@ def ppo_stats(logp, old_logp, advantages, mask, clip_eps_low, clip_eps_high):
     """Sums weighted by mask: approx_kl, clip_frac, ratio_mean. Maxima: ratio_max, log_ratio_max.
 
     approx_kl is k3 of KL(old || new): the samples are the old policy's. clip_frac counts tokens
-    whose gradient the clip stops, not all with a ratio out of range. log_ratio_max is of |log r|.
-    """
+    whose gradient the clip stops, not all that are out of range. log_ratio_max is of |log r|."""
     logp, old_logp, A = masked(mask, logp=logp, old_logp=old_logp, advantages=advantages)
     log_ratio = (logp - old_logp).clamp(-BOUND, BOUND)
     ratio = log_ratio.exp()

@@ -14,10 +14,7 @@ import os
 from functools import partial
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # no screen needed
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure  # without pyplot: no screen, and nothing to close
 
 from nanorlhf import evaluate
 from nanorlhf.model import is_scorer
@@ -43,10 +40,9 @@ def curves(folders, path):
     known = {name for rows in runs.values() for row in rows for name in row}
     used = [names for names in PANELS if known & set(names)]
     lines = max(1, -(-len(used) // 3))
-    figure, axes = plt.subplots(lines, 3, figsize=(12.6, 2.9 * lines), squeeze=False)
-    for axis in axes.flat[len(used):]:
-        axis.axis("off")
-    for axis, names in zip(axes.flat, used):
+    figure = Figure(figsize=(12.6, 2.9 * lines), layout="tight")
+    for place, names in enumerate(used, 1):
+        axis = figure.add_subplot(lines, 3, place)
         for number, (folder, rows) in enumerate(runs.items()):
             for name in names:
                 steps, values = points(rows, name)
@@ -63,13 +59,7 @@ def curves(folders, path):
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=6)
-    save(figure, path)
-
-
-def save(figure, path):
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def compare(args, runs):
@@ -79,8 +69,8 @@ def compare(args, runs):
     table = {name: evaluate.evaluate_policy(ask(model=str(folder), base=args.base))
              for name, folder in runs.items() if not is_scorer(str(folder))}
     if args.reward_model:
-        found = evaluate.evaluate_policy(ask(model=args.base, reward_model=args.reward_model,
-                                             n=args.n))
+        best = ask(model=args.base, reward_model=args.reward_model, n=args.n)
+        found = evaluate.evaluate_policy(best)
         for k in evaluate.doublings(args.n):  # its KL: Stiennon et al. 2020, appendix G.3
             table[f"best-of-{k}"] = {"gold_score": found[f"best_of@{k}"],
                                      "kl": math.log(k) - (k - 1) / k}
@@ -92,7 +82,8 @@ def compare(args, runs):
 def distance_picture(runs, table, path):
     """Gold score against KL from the base model: what each method pays for what it gets. A line is
     the course of a run, a point what it, or best-of-n, came to."""
-    figure, axis = plt.subplots(figsize=(6, 4.2))
+    figure = Figure(figsize=(6, 4.2), layout="tight")
+    axis = figure.add_subplot()
     measured = [(name, row) for name, row in table.items() if "kl" in row]
     for number, (name, row) in enumerate(measured):
         if name in runs:
@@ -100,24 +91,22 @@ def distance_picture(runs, table, path):
                       if "kl_sequence" in row and "eval_gold_score" in row]
             axis.plot(points(course, "kl_sequence")[1], points(course, "eval_gold_score")[1],
                       color=f"C{number}", alpha=0.5)
-        axis.plot(row["kl"], row["gold_score"], "o" if name in runs else "s",
-                  color=f"C{number}" if name in runs else "grey")
-        axis.annotate(name, (row["kl"], row["gold_score"]), (4, -9), textcoords="offset points",
-                      fontsize=8)
+        at = row["kl"], row["gold_score"]
+        mark, color = ("o", f"C{number}") if name in runs else ("s", "grey")
+        axis.plot(*at, mark, color=color)
+        axis.annotate(name, at, (4, -9), textcoords="offset points", fontsize=8)
     axis.set_xlabel("KL from the base model, nats per answer")
     axis.set_ylabel("gold score, held-out questions")
     axis.grid(alpha=0.3)
-    save(figure, path)
+    figure.savefig(path, dpi=110)
 
 
 def markdown(table):
     names = ["gold_score", "worked_share", "response_length", "eos_rate", "accuracy", "kl"]
-    lines = ["| model | " + " | ".join(name.replace("_", " ") for name in names) + " |",
-             "|---" * (len(names) + 1) + "|"]
-    for model, row in table.items():
-        cells = [f"{row[name]:.2f}" if name in row else "" for name in names]
-        lines.append(f"| {model} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    rows = [[model, *(f"{row[name]:.2f}" if name in row else "" for name in names)]
+            for model, row in table.items()]
+    head = ["model", *(name.replace("_", " ") for name in names)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])
 
 
 def report(args):
@@ -143,8 +132,7 @@ def arguments(argv=None):
     parser.error, add = refuse, parser.add_argument
     add("runs", nargs="+", type=Path, help="run folders")
     add("--out", type=Path, default=Path("runs/report"), help="folder to write")
-    add("--base", default="", help="start model, on the embedded world: also measure every "
-        "policy's gold score and its KL from this model")
+    add("--base", default="", help="start model on the embedded world: also gold scores and KL")
     add("--reward_model", default="", help="also best-of-n under this reward model")
     add("--toy_grade", default="4x2", help="sums: digits x terms")
     add("--n", type=int, default=16, help="largest n of best-of-n")

@@ -118,8 +118,7 @@ BUILT_IN = {"math": math_reward, "format": format_reward, "toy": toy.gold_reward
 
 
 def readable(reward):
-    """What rows a reward can judge, as a test of their columns: for the math reward those with a
-    gold answer that can be read. None: all."""
+    """A test of columns: can the row be judged? Math needs a readable gold answer. None: always."""
     if math_reward in getattr(reward, "parts", [reward]):
         return lambda columns: read_gold(columns.get("answer")) is not None
 

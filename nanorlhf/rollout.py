@@ -7,7 +7,6 @@ Letters: N tokens of the batch (action frame, see model.py), B responses.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -42,8 +41,7 @@ class Rollout(data.Batch):
 def rl_prompts(config, model, tokenizer, reward):
     """(training prompts, held-out prompts), lists of (ids, columns); the first one is printed."""
     if not 0 < config.temperature < float("inf"):
-        raise UserError(f"--temperature {config.temperature}: RL needs samples that differ; give "
-                        "a value above 0")
+        raise UserError(f"--temperature {config.temperature}: RL needs samples that differ")
     most = longest(model, config.max_len)
     room = most - config.max_new_tokens  # for the prompt
     if room < 1:
@@ -69,16 +67,14 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
     if refused:
         raise UserError(f"a prompt cannot be answered: {refused}")
     rollout = lay_out(completions, config.device)
-    score = partial(score_tokens, batch=rollout, temperature=config.temperature,
-                    micro_tokens=config.micro_tokens)
+    how = config.temperature, config.micro_tokens
     with torch.no_grad(), autocast(config.device, config.dtype):
         rollout.scores = judge(rollout, completions, prompts, reward, config.micro_tokens)  # (B,)
-        rollout.old_logp, entropy = score(policy)  # (N,) each
+        rollout.old_logp, entropy = score_tokens(policy, rollout, *how)  # (N,) each
         if reference is not None:
-            rollout.ref_logp, _ = score(reference)
-    metrics = rollout_metrics(rollout, entropy)
-    for name, values in right_answers(prompts, completions, config.data == "toy").items():
-        metrics[name] = mean(values)
+            rollout.ref_logp, _ = score_tokens(reference, rollout, *how)
+    found = right_answers(prompts, completions, config.data == "toy")
+    metrics = rollout_metrics(rollout, entropy) | {name: mean(x) for name, x in found.items()}
     unjudged = rollout.scores.isnan()
     rollout.loss_mask = rollout.loss_mask * ~unjudged[rollout.row]
     rollout.trust = importance_weights(rollout.old_logp, rollout.sampler_logp, rollout.loss_mask,
@@ -117,8 +113,7 @@ def lay_out(completions, device="cpu"):
 
 
 def judge(rollout, completions, prompts, reward, micro_tokens):
-    """(B,) scores of the answers by a reward model, which reads the sampled ids, or by a function
-    over texts; NaN where it abstains."""
+    """(B,) scores by a reward model, which reads ids, or by a function over texts; NaN for None."""
     if isinstance(reward, torch.nn.Module):
         return model_scores(reward, rollout, micro_tokens)
     scores = by_function(reward, prompts, completions)
@@ -180,13 +175,12 @@ def rollout_metrics(rollout, entropy):
     """What every RL script logs of an iteration (field's names, means over tokens or responses)."""
     mask = rollout.loss_mask > 0
     tokens, reward_mean = mask.sum(), rollout.scores.nanmean()
-    gap = (rollout.old_logp - rollout.sampler_logp)[mask].abs()
     metrics = {
         "reward_mean": reward_mean,
         "reward_std": (rollout.scores - reward_mean).square().nanmean().sqrt(),
         "unjudged": int(rollout.scores.isnan().sum()),
         "entropy": (entropy * mask).sum() / tokens,
-        "sampler_gap": gap.max(),
+        "sampler_gap": (rollout.old_logp - rollout.sampler_logp)[mask].abs().max(),
         "response_length": tokens / len(rollout),
         "eos_rate": rollout.stopped.float().mean(),
     }

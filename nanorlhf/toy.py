@@ -8,8 +8,8 @@ Questions are sums such as `4832+1597=`. The demonstrations mix two habits:
 A worked answer adds the columns from the right, each with the carry of the one before. A guessed
 one is of a sum known by heart. A small model guesses other sums badly and works well, so supervised
 fine-tuning, which copies both habits, leaves it mediocre: half of the time it makes an answer up.
-Every preference method then teaches it to show its work. The gold
-score is exact: 1 if the final number is right, the answer well-formed, and the model stopped.
+Every preference method then teaches it to show its work. The gold score is exact: 1 if the final
+number is right, the answer well-formed, and the model stopped.
 
 Everything is deterministic in its seed. Held-out questions are never trained on: a question is
 held out by a hash of its text.
@@ -19,7 +19,7 @@ import math
 import random
 import re
 import zlib
-from dataclasses import dataclass
+from collections import namedtuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -29,12 +29,14 @@ from nanorlhf.utils import UserError
 
 SPECIAL = ["<|pad|>", "<|unk|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+TEMPLATE = ("{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+            "{{ '<|assistant|>' if add_generation_prompt else '' }}")
 HELD_OUT_SHARE = 10  # percent of all questions
 BY_HEART = 1000  # sums whose answer the demonstrators know
+# Digits of every number, how many numbers, and whether half of the questions take the second from
+# the first. More digits or terms: harder to guess, longer to work.
+Grade = namedtuple("Grade", "digits terms subtract", defaults=(4, 2, False))
+USUAL = Grade()
 ANNOTATOR_SCALE = 3.0  # Bradley-Terry: P(a over b) = sigmoid(scale * (gold_a - gold_b))
 
 
@@ -62,20 +64,11 @@ def new_model(seed=0, hidden=96, layers=3):
         return LlamaForCausalLM(config)
 
 
-@dataclass(frozen=True)
-class Grade:
-    """How hard the sums are. More digits or terms: harder to guess, longer to work."""
-    digits: int = 4  # digits of every number
-    terms: int = 2  # numbers to add
-    subtract: bool = False  # half of the questions take the second number from the first
-
-
 def parse_grade(text):
     """"4x2" -> four digits, two terms; a "-" behind it also subtracts."""
     match = re.fullmatch(r"([1-9])x([2-9])(-?)", text)
     if not match:
-        raise UserError(f"--toy_grade {text} must be digits x terms, such as 4x2, or 4x2- with "
-                        "subtraction")
+        raise UserError(f"--toy_grade {text} must be digits x terms: 4x2, or 4x2- to subtract")
     return Grade(int(match[1]), int(match[2]), bool(match[3]))
 
 
@@ -97,8 +90,7 @@ def guess(text):
 
 
 def work(text, slip=None, rng=None):
-    """The worked answer. `slip` is a column (0 is the rightmost) whose result is made wrong; the
-    mistake is carried on as a pupil would carry it."""
+    """The worked answer; wrong in column `slip` (0: rightmost), and carried on as a pupil would."""
     sign, numbers = "-" if "-" in text else "+", re.findall(r"\d+", text)
     worked, digits, carry = "", "", 0
     for i, column in enumerate(zip(*(number[::-1] for number in numbers))):
@@ -115,7 +107,7 @@ def held_out(text):
     return zlib.crc32(text.encode()) % 100 < HELD_OUT_SHARE
 
 
-def questions(n, seed=0, split="train", grade=Grade()):
+def questions(n, seed=0, split="train", grade=USUAL):
     """n texts of the split, without repeats as long as the grade has enough of them."""
     rng, texts = random.Random(f"{split}-{seed}"), {}
     for _ in range(1000 * n + 1):
@@ -124,8 +116,7 @@ def questions(n, seed=0, split="train", grade=Grade()):
         text = question(rng, grade)
         if held_out(text) == (split == "eval"):
             texts[text] = None
-    raise UserError(f"{grade} has no {n} different questions in the split {split}; ask for fewer "
-                    "rows or a harder --toy_grade")
+    raise UserError(f"{grade} has no {n} different questions; ask for fewer rows or harder sums")
 
 
 FORM = re.compile(r"(\d+([+-]\d+)+=-?\d+ )*#### (-?\d+)")
@@ -136,8 +127,7 @@ def is_worked(answer):
 
 
 def gold_score(text, answer, stopped=True):
-    """1.0 if the answer is well-formed (guessed, or every column worked once), ends in the right
-    number, and the model stopped."""
+    """1.0 if the answer is right, guessed or with every column worked once, and has stopped."""
     match, columns = FORM.fullmatch(answer), len(re.match(r"\d+", text)[0])
     return float(bool(match) and stopped and answer.count("=") in (0, columns)
                  and int(match[3]) == solve(text))
@@ -156,23 +146,21 @@ def bare(prompt):
     return (re.findall(r"\d+(?:[+-]\d+)+=", text) or [""])[-1]
 
 
-def demonstrations(n, seed=0, split="train", grade=Grade(), worked_share=0.5):
+def demonstrations(n, seed=0, split="train", grade=USUAL, worked_share=0.5):
     """SFT rows {prompt, completion, answer}: `worked_share` of them worked, the others guessed.
 
     The guesses are right, being of sums that the demonstrators know by heart, always the same ones.
     A model that copies the habit does not know the other sums, so it makes them up."""
     rng = random.Random(f"habits-{split}-{seed}")
     known = questions(min(n, BY_HEART), "by heart", split, grade)
-    texts = [(text, work) if rng.random() < worked_share else (rng.choice(known), guess)
-             for text in questions(n, seed, split, grade)]
-    return [{"prompt": text, "completion": habit(text), "answer": str(solve(text))}
-            for text, habit in texts]
+    asked = [(q, work) if rng.random() < worked_share else (rng.choice(known), guess)
+             for q in questions(n, seed, split, grade)]
+    return [{"prompt": q, "completion": habit(q), "answer": str(solve(q))} for q, habit in asked]
 
 
-def prompts(n, seed=0, split="train", grade=Grade()):
+def prompts(n, seed=0, split="train", grade=USUAL):
     """RL rows {prompt, answer}."""
-    return [{"prompt": text, "answer": str(solve(text))}
-            for text in questions(n, seed, split, grade)]
+    return [{"prompt": q, "answer": str(solve(q))} for q in questions(n, seed, split, grade)]
 
 
 def pool(text, rng):
@@ -199,7 +187,7 @@ def answers_to(texts, sampler, samples, rng):
     return [done[i: i + samples] for i in range(0, len(done), samples)]
 
 
-def pairs(n, seed=0, split="train", grade=Grade(), sampler=None, samples=8, noise=True):
+def pairs(n, seed=0, split="train", grade=USUAL, sampler=None, samples=8, noise=True):
     """Preference rows {prompt, chosen, rejected} drawn by a Bradley-Terry annotator.
 
     With a `sampler` both answers are the model's own (on-policy), else they come from `pool`. The

@@ -274,13 +274,16 @@ class Run:
             return "--report_to {0} needs `pip install {0}`".format(config.report_to)
         if config.overwrite:
             return "--resume and --overwrite exclude each other" if config.resume else None
-        if not self.args_file.exists():
+        if not any((folder / name).exists() for name in ("args.json", "metrics.jsonl", "checkpoint")):
             if config.resume:
                 return f"--resume: {folder} holds no run to go on with"
             if any(folder.glob("*config.json")):
                 return f"{folder} holds a model; choose another --out, or --overwrite"
             return None
-        args = json.loads(self.args_file.read_text())
+        try:
+            args = json.loads(self.args_file.read_text())
+        except (OSError, ValueError):
+            return f"{self.args_file} is missing or damaged; start anew with --overwrite"
         if args["finished"]:
             return f"{folder} holds a finished run; choose another --out, or --overwrite it"
         if not config.resume:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from matplotlib.axes import Axes
 
 from nanorlhf import report, utils
 from nanorlhf.data import Batch
@@ -481,8 +482,8 @@ def test_curves_draw_every_point(tmp_path, monkeypatch):
             for i, v in enumerate([1, 0.0, 0.5, None, 0.2], 1):
                 file.write(json.dumps({"step": i, "loss": v, "grad_norm": 0.0}) + "\n")
     drawn = []
-    plot = report.plt.Axes.plot
-    monkeypatch.setattr(report.plt.Axes, "plot",
+    plot = Axes.plot
+    monkeypatch.setattr(Axes, "plot",
                         lambda axis, *args, **kw: drawn.append(args[:2]) or plot(axis, *args, **kw))
     report.curves([tmp_path / "a", tmp_path / "b"], tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 5000
