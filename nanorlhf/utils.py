@@ -274,7 +274,8 @@ class Run:
             return "--report_to {0} needs `pip install {0}`".format(config.report_to)
         if config.overwrite:
             return "--resume and --overwrite exclude each other" if config.resume else None
-        if not any((folder / name).exists() for name in ("args.json", "metrics.jsonl", "checkpoint")):
+        traces = "args.json", "metrics.jsonl", "checkpoint"
+        if not any((folder / name).exists() for name in traces):
             if config.resume:
                 return f"--resume: {folder} holds no run to go on with"
             if any(folder.glob("*config.json")):
