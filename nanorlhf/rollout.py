@@ -19,6 +19,9 @@ from nanorlhf.sampler import SamplingParams
 from nanorlhf.utils import UserError, derive_seed, warn
 
 
+SAMPLER_STATS = ("tokens_per_s", "mean_batch", "kv_waste", "preemptions", "prefix_blocks_saved")
+
+
 @dataclass
 class Rollout(data.Batch):
     """Responses of one iteration with everything that the losses ask for."""
@@ -75,6 +78,7 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
             rollout.ref_logp, _ = score_tokens(reference, rollout, *how)
     found = right_answers(prompts, completions, config.data == "toy")
     metrics = rollout_metrics(rollout, entropy) | {name: mean(x) for name, x in found.items()}
+    metrics |= {f"sampler_{name}": sampler.stats[name] for name in SAMPLER_STATS}
     unjudged = rollout.scores.isnan()
     rollout.loss_mask = rollout.loss_mask * ~unjudged[rollout.row]
     rollout.trust = importance_weights(rollout.old_logp, rollout.sampler_logp, rollout.loss_mask,

@@ -35,7 +35,7 @@ def flag(default, help, **more):
 
 
 OF_MEMORY = ("micro_tokens", "gradient_checkpointing", "lora_rank", "dtype", "device")
-PRESETS = {"none": (), "cpu": (4096, False, 0, "fp32", "cpu"),
+PRESETS = {"none": (), "cpu": (2048, False, 0, "fp32", "cpu"),
            "8gb": (2048, True, 16, "auto", "auto"), "16gb": (4096, True, 16, "auto", "auto"),
            "24gb": (8192, True, 32, "auto", "auto"), "80gb": (32768, False, 0, "auto", "auto")}
 SMALLER = "lower --micro_tokens, give --gradient_checkpointing, --lora_rank 16, or a --preset"
@@ -89,6 +89,8 @@ RANGES = {  # (smallest, largest) allowed value: numbers; all others must be 0 o
                    "group_size inner_epochs mini_batches n limit kl_horizon max_new_tokens",
     (2, math.inf): "max_len",
 }
+ON_THE_BAR = ("loss", "accuracy", "reward_mean", "gold_score", "kl_k1", "response_length", "lr",
+              "tokens_per_s")  # all others are in metrics.jsonl
 TRUNCATION = ("--top_k", "--top_p", "--min_p", "--repetition_penalty")
 
 
@@ -282,16 +284,17 @@ class Run:
                 return f"{folder} holds a model; choose another --out, or --overwrite"
             return None
         try:
-            args = json.loads(self.args_file.read_text())
-        except (OSError, ValueError):
+            args = dict(json.loads(self.args_file.read_text()))
+            flags = dict(args["flags"])
+        except (OSError, ValueError, TypeError, KeyError):
             return f"{self.args_file} is missing or damaged; start anew with --overwrite"
-        if args["finished"]:
+        if args.get("finished"):
             return f"{folder} holds a finished run; choose another --out, or --overwrite it"
         if not config.resume:
             return f"{folder} holds an unfinished run; --resume goes on with it, or --overwrite it"
         free = {"resume", "overwrite", "save_every", "report_to", "device", "preset",
                 "micro_tokens", "gradient_checkpointing"}  # these two change rounding only
-        changed = [f"--{name} (was {old}, now {new})" for name, old in args["flags"].items()
+        changed = [f"--{name} (was {old}, now {new})" for name, old in flags.items()
                    if name not in free and old != (new := getattr(config, name, None))]
         if changed:
             return "--resume needs the flags of the first start; changed: " + ", ".join(changed)
@@ -360,7 +363,7 @@ class Run:
         """Append one step to metrics.jsonl."""
         values = self._append("metrics.jsonl", step, metrics)
         self.track({name: value for name, value in values.items() if value is not None}, step)
-        self.bar.set_postfix(values, refresh=False)
+        self.bar.set_postfix({k: values[k] for k in ON_THE_BAR if k in values}, refresh=False)
 
     def end_step(self, step, metrics, tokens, extra=None):
         """Log a step that is done, of so many tokens, and keep a resume point where one is due."""

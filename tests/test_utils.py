@@ -110,7 +110,7 @@ def test_a_preset_sets_what_is_not_given_and_says_so(parsed, capsys):
     assert config.lora_rank == 0 and not config.gradient_checkpointing
     assert parsed("--preset", "cpu").device == "cpu"
     capsys.readouterr()
-    assert parsed().micro_tokens == 16384 and not capsys.readouterr().out
+    assert parsed().micro_tokens == 4096 and not capsys.readouterr().out
     with pytest.raises(UserError, match="--preset: invalid choice: 9gb .*none, cpu, 8gb"):
         parsed("--preset", "9gb")
 
@@ -316,6 +316,17 @@ def test_an_existing_run_is_protected(parsed, tmp_path):
     begun(parsed, "--overwrite", steps=1)
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1
     assert len(list((tmp_path / "run" / "checkpoint").iterdir())) == 1
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]"])
+@pytest.mark.parametrize("flags", [[], ["--resume"]])
+def test_a_run_whose_args_are_gone_or_damaged_is_protected(text, flags, parsed, tmp_path):
+    begun(parsed, steps=2)
+    file = tmp_path / "run" / "args.json"
+    file.unlink() if text is None else file.write_text(text)
+    with pytest.raises(UserError, match="args.json is missing or damaged"):
+        Run(parsed(*flags))
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
 def test_folders_that_cannot_be_a_run(parsed, tmp_path):
