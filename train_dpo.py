@@ -7,8 +7,9 @@ al. 2023, "Direct Preference Optimization", equation 7). `--loss_type` also know
 cDPO; `--nll_coef` adds the likelihood of the chosen answer (Pang et al. 2024).
 
 Where we differ from OpenRLHF: the reference's log-probs are computed once, before the first step,
-and the reference leaves memory; ipo averages over tokens, as its authors and TRL do; no EOS is
-written over a truncated answer.
+and the reference leaves memory; --nll_coef is 0.5 unless told otherwise (the logged loss leaves
+this term out); ipo averages over tokens, as its authors and TRL do; no EOS is written over a
+truncated answer.
 
     python train_dpo.py                                    # pairs sampled from runs/sft -> runs/dpo
     python train_dpo.py --model my-sft --data pairs.jsonl --lr 5e-7 --beta 0.1

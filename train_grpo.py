@@ -67,6 +67,8 @@ class Config(Common):
 def train(cfg):
     if cfg.group_size < 2:
         raise UserError("--group_size must be at least 2: answers are measured against each other")
+    if cfg.ref_model and not cfg.kl_coef:
+        raise UserError("--ref_model is used by the KL term only; give a --kl_coef above 0")
     run = Run(cfg)
 
     # --- data and reward ---

@@ -69,7 +69,7 @@ def train(cfg):
         for part in batch.split(cfg.micro_tokens):
             with autocast(cfg.device, cfg.dtype):
                 # Its gradient is known before: the head need not run again in the backward pass.
-                logp, _ = token_logprobs(model, part, upstream=-part.loss_mask)
+                logp, _ = token_logprobs(model, part, upstream=-part.loss_mask * scaler.get_scale())
                 part_loss = sft_loss(logp, part.loss_mask)
             scaler.scale(part_loss).backward()
             loss += part_loss.item()

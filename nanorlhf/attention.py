@@ -90,7 +90,7 @@ def lay(counts, starts, device, tables=None, block_size=1):
     rectangles, back, laid = [], np.empty(counts.sum(), dtype=np.int64), 0
     sizes = ends
     if tables is not None and decode_kernel.usable(device):
-        sizes = np.where(counts == 1, 1, ends)  # one launch takes all lengths
+        sizes = np.where(counts == 1, 0, ends)  # one launch takes all lengths
     for group in similar_lengths(counts.tolist(), sizes.tolist()):
         count, start, offset = (x[group, None] for x in (counts, starts, offsets))  # (B, 1)
         S, steps = int(ends[group].max()), np.arange(count.max())  # steps (T,)

@@ -456,8 +456,9 @@ def train_and_eval_rows(config, toy_rows, **options):
     if config.data == "toy":
         if config.eval_data or config.columns:
             raise UserError("--eval_data and --columns go with --data, not with the toy world")
+        held_out = max(config.eval_rows, getattr(config, "eval_prompts", 0))
         draw = partial(toy_rows, grade=parse_grade(config.toy_grade), **options)
-        return draw(config.toy_rows, config.seed, "train"), draw(config.eval_rows, 0, "eval")
+        return draw(config.toy_rows, config.seed, "train"), draw(held_out, 0, "eval")
     rows = load_rows(config.data, columns=config.columns, seed=config.seed)
     if config.eval_data:
         return rows, load_rows(config.eval_data, columns=config.columns)

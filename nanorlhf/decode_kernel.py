@@ -11,7 +11,8 @@ and at the end o / l is the output of these keys alone, lse = m + log l their we
 sequence are put together by it: output = sum_i softmax(lse)_i o_i. Few long sequences fill the GPU
 by many splits, many sequences need one (flash decoding, Dao et al. 2023).
 
-Used by `attention` on CUDA; NANORLHF_TRITON=0 turns it off, for the same tokens a little later.
+Used by `attention` on CUDA; NANORLHF_TRITON=0 turns it off, for the same tokens a little later. It
+has been compiled and interpreted, but has not run on a GPU yet.
 Letters: B sequences, W blocks in a table, H heads, K key/value heads, G = H / K, D head size.
 """
 
@@ -25,7 +26,6 @@ try:
 except ImportError:  # not made for this system: SDPA does the same
     triton = None
 
-TILE = 64  # keys
 SHARE = 256  # fewest keys worth a split
 
 
@@ -34,6 +34,11 @@ def usable(device):
     if triton is None or device.type != "cuda" or os.environ.get("NANORLHF_TRITON") == "0":
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def tile(dtype):
+    """Keys that a step of the loop reads. More of fp32 would not fit beside a head size of 256."""
+    return 16 if dtype == torch.float32 else 64
 
 
 def splits_for(programs, length, device):
@@ -58,7 +63,7 @@ def paged_decode(query, pool, blocks, positions, block_size, scaling, window=Non
     with torch.cuda.device_of(query):
         decode_kernel[(B, K, splits)](
             query.contiguous(), pool, blocks, positions, out, lse, W, float(scaling),
-            window or 2**30, float(softcap or 0.0), block_size, H, K, D, TILE=TILE,
+            window or 2**30, float(softcap or 0.0), block_size, H, K, D, TILE=tile(query.dtype),
             GROUP=max(16, triton.next_power_of_2(H // K)),
             WIDTH=max(16, triton.next_power_of_2(D)), num_warps=4, num_stages=2)
     if splits == 1:

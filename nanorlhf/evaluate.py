@@ -129,7 +129,7 @@ class Config:
     prompt: str = flag("", "with a reward model: score one --response to this prompt")
     response: str = flag("", "the response that belongs to --prompt")
     seed: int = flag(0, "seed of sampling")
-    device: str = flag("auto", "cuda, mps or cpu")
+    device: str = flag("auto", "cuda or cpu")
     out: str = flag("-", "also write the numbers into this JSON file; -: only print")
 
 

@@ -35,7 +35,7 @@ class Config:
     max_new_tokens: int = flag(256, "longest answer")
     max_len: int = flag(4096, "longest prompt in tokens")
     seed: int = flag(0, "seed of sampling")
-    device: str = flag("auto", "cuda, mps or cpu")
+    device: str = flag("auto", "cuda or cpu")
     out: str = flag("-", "write answers as JSON lines into this file; -: print them")
 
 
@@ -88,6 +88,8 @@ def converse(sampler, params, messages):
             messages.append({"role": "user", "content": text})
             ids, _ = data.encode(messages, sampler.tokenizer, prompt_only=True)
             [completion] = sampler.generate([ids], params)
+            if completion.finish_reason == "refused":
+                raise UserError(completion.text)
             messages.append({"role": "assistant", "content": completion.text})
             print(f"model: {completion.text}")
 

@@ -125,7 +125,8 @@ class FusedHead(torch.autograd.Function):
         else:
             made, ctx.gradients = ctx.gradients, None  # given away, so that autograd copies none
             factor = (g @ upstream) / (upstream @ upstream).clamp(min=1e-30)
-            if made is None or g_entropy is not None or not torch.allclose(g, factor * upstream):
+            kept = torch.allclose(g, factor * upstream, atol=0.0)
+            if made is None or g_entropy is not None or not kept:
                 raise RuntimeError("not the one gradient that upstream promised; leave it out")
             made = [d if d is None or factor == 1 else d * factor for d in made]
         return None, None, *made, None  # autograd casts to the types of the inputs
@@ -141,7 +142,7 @@ def walk(inputs, options, sums, stats, needed, with_entropy=False):
     n, v = tile = TILES["cuda" if x.is_cuda else "cpu"]
     if sums is not None and stats is not None:
         n, v = min(n, max(256, n * v // V)), V
-    z_space = x.new_empty(min(n, N), min(v, -(-V // 16) * 16))  # 16: aligned rows for any V
+    z_space = x.new_empty(min(n, N), -(-min(v, V) // 16) * 16)  # 16: aligned rows for any V
     types = dtype if weight is None else exact, None, exact
     d_hidden, d_weight, d_bias = (
         torch.zeros_like(tensor, dtype=kind) if wanted and stats is not None else None

@@ -144,7 +144,9 @@ def read(path):
 def load(model, path, config):
     """Put the adapter of a folder onto its base. Every tensor of the file must have its place in
     the model, and the other way round. Returns the model."""
-    if odd := [f"{k}={config[k]}" for k, v in PLAIN.items() if (config.get(k) or v) != v]:
+    odd = [f"{k}={config[k]}" for k, v in PLAIN.items() if (config.get(k) or v) != v]
+    if odd or str(config.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
+        odd = odd or ["an initialisation that changes the base"]
         raise UserError(f"{path}: nanorlhf does not compute {', '.join(odd)}; merge it with PEFT")
     file, end = Path(path) / "adapter_model.safetensors", ".lora_A.weight"
     if not file.exists():
@@ -177,7 +179,8 @@ def merge_folder(cfg):
         raise UserError(f"--adapter {cfg.adapter!r} holds no adapter_config.json")
     if Path(cfg.out).exists():
         raise UserError(f"--out {cfg.out} exists; give a new folder")
-    model, tokenizer = (load_scorer if is_scorer(cfg.adapter) else load_policy)(cfg.adapter)
+    model, tokenizer = (load_scorer if is_scorer(cfg.adapter) else load_policy)(cfg.adapter,
+                                                                                 cfg.device)
     save_model(merge(model), tokenizer, cfg.out)
     print(f"merged: {cfg.out}")
 

@@ -259,12 +259,18 @@ def token_logprobs(policy, batch, temperature=1.0, upstream=None):
 def token_values(critic, batch):
     """(N,) a critic's value at every token, in fp32, on the scale of the normalised score. Index t
     is the state after token t, in which token t+1 is chosen."""
-    return normalised(critic, critic.score(hidden_states(critic, batch))[:, 0].float())
+    return normalised(critic, head_scores(critic, hidden_states(critic, batch)))
 
 
 def sequence_scores(scorer, batch):
     """(B,) the reward model's raw score, read at the last token of each sequence, in fp32."""
-    return scorer.score(hidden_states(scorer, batch)[batch.last])[:, 0].float()
+    return head_scores(scorer, hidden_states(scorer, batch)[batch.last])
+
+
+def head_scores(scorer, hidden):
+    """(M,) of hidden (M, H). Not under autocast: bf16 would make ties of scores that differ."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return scorer.score(hidden.float())[:, 0]
 
 
 def normalised(scorer, scores):

@@ -65,13 +65,13 @@ class Common:
     warmup_ratio: float = flag(0.05, "share of the steps in which the learning rate rises")
     weight_decay: float = flag(0.0, "AdamW weight decay of the matrices")
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping")
-    lora_rank: int = flag(0, "train adapters of this rank, at ten times the --lr; 0: all weights")
+    lora_rank: int = flag(0, "train adapters of this rank (give ten times the usual --lr); 0: all")
     lora_alpha: float = flag(0.0, "LoRA: the adapters are scaled by this / rank; 0: twice the rank")
     lora_targets: str = flag("", "LoRA: names of linear layers, such as q_proj,v_proj; empty: all")
     preset: str = flag("none", "sets flags for a memory; those given win", choices=PRESETS)
     dtype: str = flag("fp32", "compute precision, auto: the best of the device; master weights "
                       "stay fp32", choices=("fp32", "bf16", "fp16", "auto"))
-    device: str = flag("auto", "cuda, mps or cpu; auto takes a GPU when there is one")
+    device: str = flag("auto", "cuda or cpu; auto takes a GPU when there is one")
     gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory")
     save_every: int = flag(50, "steps between checkpoints; 0: none")
     eval_every: int = flag(50, "steps between evaluations; 0: only at the end")
@@ -118,13 +118,13 @@ def parse(config_class, doc):
     for name, value in vars(config).items():
         low, high = ranges.get(name, (0, math.inf))
         if type(value) in (int, float) and not (low <= value <= high and math.isfinite(value)):
-            raise UserError(f"--{name} {value} must be at least {low} and at most {high}")
+            raise UserError(f"--{name} {value} must be at least {low}"
+                            + (f" and at most {high}" if high < math.inf else ""))
     if config.device == "auto":
-        mps = torch.backends.mps.is_available()
-        config.device = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+        config.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=config.device)
-    except (RuntimeError, AssertionError) as error:
+        torch.empty(0, device=config.device, dtype=torch.float64)  # which the sampler needs
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise UserError(f"--device {config.device} cannot be used here "
                         f"({str(error).splitlines()[0]}); use --device cpu") from None
     if getattr(config, "dtype", "") == "auto":
@@ -352,8 +352,8 @@ class Run:
 
     def _write_args(self, finished):
         import transformers
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True,
-                             cwd=Path(__file__).parent)
+        git = subprocess.run("git rev-parse HEAD", shell=True, capture_output=True, text=True,
+                             cwd=Path(__file__).parent)  # by a shell: there may be no git
         values = {"finished": finished, "flags": asdict(self.config), "torch": torch.__version__,
                   "transformers": transformers.__version__, "python": sys.version.split()[0],
                   "script": Path(sys.argv[0]).name, "git": git.stdout.strip() or None}

@@ -100,6 +100,22 @@ def test_gradients_made_in_the_forward_pass(small_tiles, options, factor):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+def test_a_scaled_promise_keeps_small_gradients_in_fp16():
+    """What a loss scaler is for: the factor belongs into upstream, before fp16 can flush."""
+    hidden, weight, _, targets = head(N=64, H=8, V=8192, dtype=torch.float32)
+    upstream, errors = torch.full((64,), -1 / 65536), []
+    for scale in (1.0, 65536.0):
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+        with torch.autocast("cpu", dtype=torch.float16):
+            logp, _ = token_logprobs(*leaves, targets, upstream=upstream * scale)
+        (logp * upstream * 65536.0).sum().backward()
+        exact = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+        logp, _ = token_logprobs_reference(*exact, targets)
+        (logp * upstream * 65536.0).sum().backward()
+        errors.append(float((leaves[0].grad - exact[0].grad).norm() / exact[0].grad.norm()))
+    assert errors[1] < 2e-3 and errors[0] > 10 * errors[1], errors
+
+
 @pytest.mark.parametrize("broken", ["another", "twice", "entropy", "none"])
 def test_a_broken_promise_about_the_gradient_raises(broken):
     *leaves, targets = head(dtype=torch.float32)

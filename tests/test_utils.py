@@ -118,7 +118,7 @@ def test_a_preset_sets_what_is_not_given_and_says_so(parsed, capsys):
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_auto_precision_is_what_the_card_has(has_bf16, parsed, monkeypatch):
     empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, device: empty(*size))
+    monkeypatch.setattr(torch, "empty", lambda *size, device, dtype: empty(*size))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
     assert parsed("--preset", "16gb", "--device", "cuda").dtype == ("bf16" if has_bf16 else "fp16")
     assert parsed("--preset", "16gb", "--device", "cuda", "--dtype", "fp32").dtype == "fp32"
