@@ -79,11 +79,11 @@ def train(cfg):
     judge = (load_reference(cfg.ref_model, model, tokenizer, cfg.device) if cfg.ref_model
              else model)
     ref, held_out_ref = reference(judge, pairs), reference(judge, held_out)
-    del judge  # its memory, when it is a model of its own
 
     # --- optimiser ---
     optimizer, scaler = trainable(model, cfg.lr, cfg)
-    start, _ = run.start(model=model, optimizer=optimizer, scaler=scaler)
+    start, _ = run.start(judge, model=model, optimizer=optimizer, scaler=scaler)
+    del judge  # its memory, when it is a model of its own
 
     def over(rows, rows_ref, learn):
         """Mean stats over pairs and their (P, 2) reference log-probs; gradients if `learn`."""

@@ -83,7 +83,7 @@ def train(cfg):
                  else None)
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    start, _ = run.start(model=model, optimizer=optimizer, scaler=scaler)
+    start, _ = run.start(reference, reward, model=model, optimizer=optimizer, scaler=scaler)
     clip = cfg.clip_eps_low, cfg.clip_eps_high
 
     # --- training ---

@@ -92,8 +92,9 @@ def train(cfg):
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     critic_optimizer, critic_scaler = trainable(critic, cfg.critic_lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    start, extra = run.start(model=model, critic=critic, optimizer=optimizer, scaler=scaler,
-                             critic_optimizer=critic_optimizer, critic_scaler=critic_scaler)
+    start, extra = run.start(reference, reward, model=model, critic=critic, optimizer=optimizer,
+                             scaler=scaler, critic_optimizer=critic_optimizer,
+                             critic_scaler=critic_scaler)
     kl_coef, clip = extra.get("kl_coef", cfg.kl_coef), (cfg.clip_eps_low, cfg.clip_eps_high)
 
     # --- training ---

@@ -78,6 +78,8 @@ def adapt(model, config):
     """Decide by --lora_rank what is trained: all, or adapters, fresh ones or those that the model
     came with, and the score head. Never a tensor that another model shares. Returns the model."""
     found, rank = getattr(model, "lora_config", None), config.lora_rank
+    if not rank and (config.lora_alpha or config.lora_targets):
+        raise UserError("--lora_alpha and --lora_targets need a --lora_rank above 0")
     if not rank:
         return merge(model).requires_grad_(True)
     base = found["base_model_name_or_path"] if found else model.name_or_path  # "": a toy
@@ -138,15 +140,26 @@ def save(model, folder):
 def read(path):
     """adapter_config.json of a folder; None if it holds no adapter."""
     file = Path(path) / "adapter_config.json"
-    return json.loads(file.read_text()) if file.exists() else None
+    if not file.exists():
+        return None
+    try:
+        config = dict(json.loads(file.read_text()))
+        base = config["base_model_name_or_path"]
+        if not (Path(base) / file.name).exists():  # its base is no adapter
+            return {"task_type": "CAUSAL_LM"} | config
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise UserError(f"{file} is damaged, or names no model as its base")
 
 
 def load(model, path, config):
     """Put the adapter of a folder onto its base. Every tensor of the file must have its place in
     the model, and the other way round. Returns the model."""
     odd = [f"{k}={config[k]}" for k, v in PLAIN.items() if (config.get(k) or v) != v]
-    if odd or str(config.get("init_lora_weights")).startswith(("pissa", "olora", "corda", "loftq")):
-        odd = odd or ["an initialisation that changes the base"]
+    odd += [k for k in ("alora_invocation_tokens", "use_qalora") if config.get(k)]
+    if config.get("init_lora_weights", True) not in (True, False, None, "gaussian"):
+        odd += ["init_lora_weights"]  # it changed the base
+    if odd:
         raise UserError(f"{path}: nanorlhf does not compute {', '.join(odd)}; merge it with PEFT")
     file, end = Path(path) / "adapter_model.safetensors", ".lora_A.weight"
     if not file.exists():

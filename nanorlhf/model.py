@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           AutoTokenizer, GenerationConfig,
@@ -48,9 +49,12 @@ def load_policy(path, device="cpu", seed=0):
 def load_weights(model_class, path, **kwargs):
     """The model of a folder in fp32, an adapter on its base; missing weights are an error."""
     adapter = lora.read(path)
-    model, report = model_class.from_pretrained(
-        adapter["base_model_name_or_path"] if adapter else path, dtype=torch.float32,
-        output_loading_info=True, **kwargs)
+    try:
+        model, report = model_class.from_pretrained(
+            adapter["base_model_name_or_path"] if adapter else path, dtype=torch.float32,
+            output_loading_info=True, **kwargs)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
     missing = set(report["missing_keys"]) - ({"score.weight"} if adapter else set())
     if missing:
         raise UserError(f"{path} is damaged or of another kind: it lacks {min(missing)}")
@@ -129,7 +133,10 @@ def read_folder(path):
         made = f"; `python train_{name}.py` makes it" if name in RUNS else ""
         raise UserError(f"no model folder {path}{made}")
     if adapter := lora.read(path):
-        tokenizer, _ = read_folder(adapter["base_model_name_or_path"])
+        try:
+            tokenizer, _ = read_folder(adapter["base_model_name_or_path"])
+        except UserError as error:
+            raise UserError(f"{path} is an adapter, and its base is missing: {error}") from None
         if (Path(path) / "tokenizer_config.json").exists():  # PEFT alone saves none
             tokenizer = AutoTokenizer.from_pretrained(path)
         return tokenizer, adapter["task_type"] == "SEQ_CLS"

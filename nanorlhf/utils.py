@@ -260,7 +260,7 @@ class Run:
         seed_everything(config.seed)
         self.config, self.folder = config, Path(config.out)
         self.args_file = self.folder / "args.json"
-        self.track, self.bar = None, tqdm(disable=True)
+        self.track, self.bar, self.rows = None, tqdm(disable=True), None
         self.born = self.clock = time.perf_counter()
         objection = None if config.show_data else self._objection()  # show_data writes nothing
         if objection:
@@ -274,6 +274,10 @@ class Run:
             return f"--out {folder}: {nearest} is a file or cannot be written to; give a folder"
         if config.report_to != "none" and find_spec(config.report_to) is None:
             return "--report_to {0} needs `pip install {0}`".format(config.report_to)
+        for name in ("model", "ref_model", "reward_model"):
+            used = Path(getattr(config, name, "") or "toy").resolve()
+            if config.overwrite and folder.resolve() in (used, *used.parents):
+                return f"--overwrite would delete --{name} {used}; choose another --out"
         if config.overwrite:
             return "--resume and --overwrite exclude each other" if config.resume else None
         traces = "args.json", "metrics.jsonl", "checkpoint"
@@ -292,23 +296,25 @@ class Run:
             return f"{folder} holds a finished run; choose another --out, or --overwrite it"
         if not config.resume:
             return f"{folder} holds an unfinished run; --resume goes on with it, or --overwrite it"
-        free = {"resume", "overwrite", "save_every", "report_to", "device", "preset",
+        free = {"out", "resume", "overwrite", "save_every", "report_to", "device", "preset",
                 "micro_tokens", "gradient_checkpointing"}  # these two change rounding only
         changed = [f"--{name} (was {old}, now {new})" for name, old in flags.items()
                    if name not in free and old != (new := getattr(config, name, None))]
         if changed:
             return "--resume needs the flags of the first start; changed: " + ", ".join(changed)
 
-    def start(self, **objects):
-        """Take the objects whose state a resume needs; returns (steps done, extra)."""
+    def start(self, *frozen, **objects):
+        """Take the objects whose state a resume needs, and the frozen models, which it must find
+        unchanged; returns (steps done, extra)."""
         self.objects = objects
         models = [thing for thing in objects.values() if isinstance(thing, torch.nn.Module)]
         need, free = memory_to_come(models, self.config), free_memory(self.config.device)
         print(f"memory: training takes about {need / 1e9:.2f} GB more" + (
             f"; that does not fit, {free / 1e9:.2f} GB are left: {SMALLER}" if need > free else ""))
         # A number that tells by which models, of one kind, a run was started.
+        found = [*models, *(thing for thing in frozen if isinstance(thing, torch.nn.Module))]
         self.origin = sum(float(weight.detach().double().abs().sum())
-                          for model in models for weight in model.parameters())
+                          for model in found for weight in model.parameters())
         done = self.restore() if self.config.resume else (0, {})
         self.clock = time.perf_counter()
         return done
@@ -320,7 +326,8 @@ class Run:
         self.track = lambda values, step: None
         if self.config.overwrite:
             old = (*LOGS, "checkpoint", "args.json", "curves.png", "config.json",
-                   "model*.safetensors*", "adapter_*", "base")
+                   "model*.safetensors*", "adapter_*", "base", "chat_template.jinja", "tokenizer*",
+                   "generation_config.json")
             for path in [path for name in old for path in self.folder.glob(name)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -338,6 +345,10 @@ class Run:
     def steps(self, n_rows, start):
         """Yield (step, numbers of its rows out of n_rows), behind a progress bar. Each of --epochs
         takes every row once, in an order of its own; its last step may have fewer rows."""
+        if self.rows not in (None, n_rows):
+            raise UserError(f"the run began with {self.rows} rows, now there are {n_rows}: bring "
+                            "the data back, or start anew with --overwrite")
+        self.rows = n_rows
         size, steps_per_epoch = self.config.batch_size, -(-n_rows // self.config.batch_size)
         self.total = self.config.max_steps or self.config.epochs * steps_per_epoch
         self.bar = tqdm(range(start, self.total), self.folder.name, self.total, initial=start)
@@ -394,7 +405,7 @@ class Run:
         logs = {name: (self.folder / name).stat().st_size for name in LOGS}
         write_atomically(folder / f"step_{step:08d}.pt", {
             "step": step, "state": state, "extra": extra or {}, "logs": logs, "rng": rng,
-            "origin": self.origin})
+            "origin": self.origin, "rows": self.rows})
         for old in sorted(folder.glob("step_*.pt"))[:-2]:
             old.unlink()
 
@@ -404,6 +415,7 @@ class Run:
         for file in sorted(folder.glob("step_*.pt"), reverse=True):
             try:
                 saved = torch.load(file, map_location="cpu", weights_only=False)
+                saved["state"], saved["origin"], saved["logs"], saved["rng"], saved["rows"]
                 break
             except Exception as error:  # whatever a damaged file raises: try the one before
                 warn(f"{file} is damaged ({type(error).__name__}); using the checkpoint before it")
@@ -414,6 +426,7 @@ class Run:
                             f"{sorted(self.objects)}; it belongs to another script")
         if not math.isclose(saved["origin"], self.origin, rel_tol=1e-6):
             raise UserError("a start model has changed; bring it back, or give --overwrite")
+        self.rows = saved["rows"]
         for name, thing in self.objects.items():  # frozen weights stay those of the start model
             thing.load_state_dict(thing.state_dict() | saved["state"][name])
         for name, size in saved["logs"].items():  # steps after the checkpoint are run again
@@ -494,4 +507,7 @@ def clean(value):
 def read_jsonl(path):
     """The objects of a log; a last line that a kill has torn is left out."""
     lines = [line for line in Path(path).read_text().splitlines(keepends=True) if line.strip()]
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise UserError(f"{path} is damaged: {error}") from None

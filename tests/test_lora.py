@@ -407,3 +407,31 @@ def test_merge_refuses(flags, words, base, tmp_path):
                  cwd=tmp_path)
     assert result.status == 2 and words in result.errors[-1], result.err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"init_lora_weights": "pissa"}, "init_lora_weights"), ({"use_qalora": True}, "use_qalora"),
+    ({"alora_invocation_tokens": [3]}, "alora"),
+    ({"base_model_name_or_path": None}, "names no model"),
+    ({"base_model_name_or_path": "SELF"}, "names no model"),
+    ({"base_model_name_or_path": "./gone"}, "is an adapter, and its base is missing")])
+def test_adapters_that_would_be_computed_wrongly_are_refused(change, message, base, tmp_path):
+    model, tokenizer = adapted(base())
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    lora.save(model, folder)
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    change = {key: str(folder) if value == "SELF" else value for key, value in change.items()}
+    (folder / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=message):
+        load_policy(str(folder))
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged"):
+        load_policy(str(folder))
+
+
+def test_targets_without_a_rank_are_refused(base):
+    model, _ = load_policy(base())
+    with pytest.raises(UserError, match="need a --lora_rank"):
+        lora.adapt(model, flags(lora_rank=0, lora_targets="q_proj"))

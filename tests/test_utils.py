@@ -14,7 +14,7 @@ import pytest
 import torch
 from matplotlib.axes import Axes
 
-from nanorlhf import report, utils
+from nanorlhf import toy, report, utils
 from nanorlhf.data import Batch
 from nanorlhf.losses import kl_estimate, ppo_stats
 from nanorlhf.model import autocast, token_logprobs
@@ -327,6 +327,36 @@ def test_a_run_whose_args_are_gone_or_damaged_is_protected(text, flags, parsed, 
     with pytest.raises(UserError, match="args.json is missing or damaged"):
         Run(parsed(*flags))
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize("name", ["model", "ref_model", "reward_model"])
+@pytest.mark.parametrize("inside", ["", "base"])
+def test_overwrite_never_deletes_what_the_run_needs(name, inside, parsed, tmp_path):
+    config = parsed("--overwrite")
+    setattr(config, name, str(tmp_path / "run" / inside))
+    with pytest.raises(UserError, match=f"--overwrite would delete --{name}"):
+        Run(config)
+
+
+def test_resume_notices_other_data_and_another_frozen_model(parsed, tmp_path):
+    def frozen(value):
+        model = toy.new_model()
+        torch.nn.init.constant_(model.lm_head.weight, value)
+        return model.requires_grad_(False)
+
+    run = Run(parsed("--save_every", 1))
+    run.start(frozen(1.0), model=frozen(0.5))
+    for step, _ in run.steps(200, 0):
+        run.end_step(step, {}, 1)
+        if step == 1:
+            break
+    resumed = Run(parsed("--save_every", 1, "--resume"))
+    with pytest.raises(UserError, match="a start model has changed"):
+        resumed.start(frozen(2.0), model=frozen(0.5))
+    done, _ = resumed.start(frozen(1.0), model=frozen(0.5))
+    with pytest.raises(UserError, match="began with 200 rows, now there are 150"):
+        next(resumed.steps(150, done))
+    assert next(resumed.steps(200, done))[0] == 2
 
 
 def test_folders_that_cannot_be_a_run(parsed, tmp_path):
