@@ -277,7 +277,7 @@ class Run:
         for name in ("model", "ref_model", "reward_model"):
             used = Path(getattr(config, name, "") or "toy").resolve()
             if config.overwrite and folder.resolve() in (used, *used.parents):
-                return f"--overwrite would delete --{name} {used}; choose another --out"
+                return f"--out {folder} would overwrite --{name} {used}; give another folder"
         if config.overwrite:
             return "--resume and --overwrite exclude each other" if config.resume else None
         traces = "args.json", "metrics.jsonl", "checkpoint"

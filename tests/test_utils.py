@@ -334,7 +334,7 @@ def test_a_run_whose_args_are_gone_or_damaged_is_protected(text, flags, parsed, 
 def test_overwrite_never_deletes_what_the_run_needs(name, inside, parsed, tmp_path):
     config = parsed("--overwrite")
     setattr(config, name, str(tmp_path / "run" / inside))
-    with pytest.raises(UserError, match=f"--overwrite would delete --{name}"):
+    with pytest.raises(UserError, match=f"would overwrite --{name}"):
         Run(config)
 
 
