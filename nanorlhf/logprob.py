@@ -160,14 +160,18 @@ def walk(inputs, options, sums, stats, needed, with_entropy=False):
                 z += bias[words]
             if softcap is not None:
                 z.div_(softcap).tanh_().mul_(softcap)
-            for at in range(0, z.shape[1] if sums is not None else 0, tile[1]):
-                fold(z[:, at: at + tile[1]], column - at, sums[:, rows], temperature)
+            parts = [slice(at, at + tile[1]) for at in range(0, z.shape[1], tile[1])]
+            for part in parts if sums is not None else ():
+                fold(z[:, part] if stats is None else z[:, part].clone(), column - part.start,
+                     sums[:, rows], temperature)
             if stats is None:
                 continue
             if sums is not None:
                 stats[0, rows] = sums[0, rows] + sums[1, rows].log()
             slope = 1 if softcap is None else 1 - (z / softcap).square_()
-            to_gradient(z, column, stats[:, rows], temperature, with_entropy)
+            for part in parts:  # small enough to stay near the caches
+                to_gradient(z[:, part], column - part.start, stats[:, rows], temperature,
+                            with_entropy)
             if softcap is not None:
                 z *= slope
             if w is None:
@@ -192,15 +196,14 @@ def row_functions(hidden, dtype):
 
 
 def fold(z, column, stats, temperature):
-    """Bring stats (4, n), maximum and sums so far, up to date with the tile."""
-    z = z.to(stats.dtype) if temperature == 1 else z.to(stats.dtype) / temperature
+    """Bring stats (4, n), maximum and sums so far, up to date with the tile; spoils z."""
+    z = z.to(stats.dtype) if temperature == 1 else z.to(stats.dtype).div_(temperature)
     top, total, moment, hit = stats  # views: written below
     found = ((column >= 0) & (column < z.shape[1])).nonzero()[:, 0]
     hit[found] = z[found, column[found]]
     peak = torch.maximum(top, z.amax(1))
     drop = top - peak  # the sums so far were taken about the old maximum
-    z = z - peak[:, None]
-    e = z.exp()
+    e = z.sub_(peak[:, None]).exp()
     # nansum: an impossible word gives 0 * -inf; a real NaN still shows through `total`
     moment.add_(drop * total).mul_(drop.exp()).add_(z.mul_(e).nansum(1))
     total.mul_(drop.exp()).add_(e.sum(1))
