@@ -12,7 +12,7 @@ cut at --max_len does not get an EOS written over its last token; dropout is off
     python train_sft.py --model Qwen/Qwen3-0.6B --data rows.jsonl --lr 1e-5 --out runs/qwen
 
 What to expect on the embedded world, in two minutes: held-out loss 0.07 to 0.16; about half of the
-answers are guessed and mostly wrong, the worked ones are 98 % right, so the gold score is about 0.5.
+answers are guessed and mostly wrong, the worked ones 98 % right, so the gold score is about 0.5.
 """
 
 from dataclasses import dataclass
