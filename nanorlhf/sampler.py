@@ -310,9 +310,12 @@ class Sampler:
         num_blocks = self.num_blocks or self._default_blocks(requests)
         eos = self.model.generation_config.eos_token_id
         stop_ids = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+        known = self.model.get_input_embeddings().num_embeddings
         done, groups = [], []
         for i, ids, p, room in requests:
             reason = self._refusal(len(ids), room, num_blocks)
+            if ids and not 0 <= min(ids) <= max(ids) < known:
+                reason = f"the prompt has a token id outside of the model's 0..{known - 1}"
             if reason or room == 0:
                 done += [Completion(i, k, ids, [], [], reason, "refused" if reason else "length")
                          for k in range(p.n)]

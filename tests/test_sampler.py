@@ -299,6 +299,12 @@ def test_every_stop_token_ends_a_sample_and_stays_in_it(model):
     assert c.token_ids == free.token_ids[:1] and c.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("bad", [[128], [3, -1]])
+def test_ids_that_the_model_lacks_are_refused_and_the_others_finish(model, bad):
+    out = Sampler(model, Digits()).generate([bad, [3, 127]], SamplingParams(max_new_tokens=3))
+    assert [c.finish_reason for c in out] == ["refused", "length"] and "0..127" in out[0].text
+
+
 def test_oversize_prompts_are_refused_and_the_others_finish(model):
     prompts = ids_of(80, 10, 513, 0, 30)
     sampler, began = Sampler(model, Endless(), num_blocks=4), time.perf_counter()
