@@ -139,19 +139,18 @@ def walk(inputs, options, sums, stats, needed, with_entropy=False):
     (hidden, weight, bias, targets), (dtype, temperature, softcap) = inputs, options
     x, exact = hidden.to(dtype), torch.promote_types(dtype, torch.float32)
     N, V = len(x), x.shape[1] if weight is None else len(weight)
-    n, v = tile = TILES["cuda" if x.is_cuda else "cpu"]
+    n, v = TILES["cuda" if x.is_cuda else "cpu"]
     if sums is not None and stats is not None:
         n, v = min(n, max(256, n * v // V)), V
     z_space = x.new_empty(min(n, N), -(-min(v, V) // 16) * 16)  # 16: aligned rows for any V
-    types = dtype if weight is None else exact, None, exact
+    kind = dtype if weight is None else exact
     d_hidden, d_weight, d_bias = (
         torch.zeros_like(tensor, dtype=kind) if wanted and stats is not None else None
-        for tensor, wanted, kind in zip(inputs, needed, types))
+        for tensor, wanted in zip(inputs[:3], needed))
     fold, to_gradient = row_functions(hidden, dtype)
     for left in range(0, V, v):  # words outermost: each part of the weight is read once
         words = slice(left, min(left + v, V))
         w = None if weight is None else weight[words].to(dtype)  # (v, H)
-        dw = None if d_weight is None else d_weight[words].to(exact)  # d_weight itself, or a sum
         for top in range(0, N, n):
             rows = slice(top, min(top + n, N))
             z, column = z_space[:rows.stop - top, :words.stop - left], targets[rows] - left
@@ -160,18 +159,14 @@ def walk(inputs, options, sums, stats, needed, with_entropy=False):
                 z += bias[words]
             if softcap is not None:
                 z.div_(softcap).tanh_().mul_(softcap)
-            parts = [slice(at, at + tile[1]) for at in range(0, z.shape[1], tile[1])]
-            for part in parts if sums is not None else ():
-                fold(z[:, part] if stats is None else z[:, part].clone(), column - part.start,
-                     sums[:, rows], temperature)
+            if sums is not None:
+                fold(z, column, sums[:, rows], temperature)
             if stats is None:
                 continue
             if sums is not None:
                 stats[0, rows] = sums[0, rows] + sums[1, rows].log()
             slope = 1 if softcap is None else 1 - (z / softcap).square_()
-            for part in parts:  # small enough to stay near the caches
-                to_gradient(z[:, part], column - part.start, stats[:, rows], temperature,
-                            with_entropy)
+            to_gradient(z, column, stats[:, rows], temperature, with_entropy)
             if softcap is not None:
                 z *= slope
             if w is None:
@@ -180,10 +175,8 @@ def walk(inputs, options, sums, stats, needed, with_entropy=False):
                 add_product(d_hidden[rows], z, w)
             if d_bias is not None:
                 d_bias[words] += z.sum(0, dtype=exact)
-            if dw is not None:
-                add_product(dw, z.T, x[rows])
-        if dw is not None and dw.dtype != weight.dtype:
-            d_weight[words] = dw
+            if d_weight is not None:
+                add_product(d_weight[words], z.T, x[rows])
     return d_hidden, d_weight, d_bias
 
 
@@ -195,34 +188,38 @@ def row_functions(hidden, dtype):
     return partial(launch, fold_kernel), partial(launch, gradient_kernel)
 
 
-def fold(z, column, stats, temperature):
-    """Bring stats (4, n), maximum and sums so far, up to date with the tile; spoils z."""
-    z = z.to(stats.dtype) if temperature == 1 else z.to(stats.dtype).div_(temperature)
-    top, total, moment, hit = stats  # views: written below
-    found = ((column >= 0) & (column < z.shape[1])).nonzero()[:, 0]
-    hit[found] = z[found, column[found]]
-    peak = torch.maximum(top, z.amax(1))
-    drop = top - peak  # the sums so far were taken about the old maximum
-    e = z.sub_(peak[:, None]).exp()
-    # nansum: an impossible word gives 0 * -inf; a real NaN still shows through `total`
-    moment.add_(drop * total).mul_(drop.exp()).add_(z.mul_(e).nansum(1))
-    total.mul_(drop.exp()).add_(e.sum(1))
-    top.copy_(peak)
+def fold(tile, column, sums, temperature):
+    """Bring sums (4, n) up to date with the tile: see FusedHead.forward."""
+    top, total, moment, hit = sums  # views: written below
+    found = ((column >= 0) & (column < tile.shape[1])).nonzero()[:, 0]
+    hit[found] = tile[found, column[found]].to(sums.dtype) / temperature
+    for part in tile.split(TILES["cpu"][1], dim=1):  # small enough to stay near the caches
+        z = part.to(sums.dtype) if temperature == 1 else part.to(sums.dtype) / temperature
+        peak = torch.maximum(top, z.amax(1))
+        drop = top - peak  # the sums so far were taken about the old maximum
+        z = z - peak[:, None]
+        e = z.exp()
+        # nansum: an impossible word gives 0 * -inf; a real NaN still shows through `total`
+        moment.add_(drop * total).mul_(drop.exp()).add_(z.mul_(e).nansum(1))
+        total.mul_(drop.exp()).add_(e.sum(1))
+        top.copy_(peak)
 
 
 def to_gradient(tile, column, stats, temperature, with_entropy):
     """Turn the tile into its gradient. stats (4, n): lse, entropy, g and g' over temperature."""
     lse, entropy, g, g_entropy = stats[:, :, None]  # (n, 1) each
-    z = tile.to(stats.dtype) if temperature == 1 else tile.to(stats.dtype).div_(temperature)
-    z -= lse  # now the log-probs
-    if with_entropy:
-        p = z.exp()
-        z.clamp_(min=LOWEST).mul_(-g_entropy).sub_(g + g_entropy * entropy).mul_(p)
-    else:
-        z.exp_().mul_(-g)
-    found = ((column >= 0) & (column < z.shape[1])).nonzero()[:, 0]
-    z[found, column[found]] += g[found, 0]
-    tile.copy_(z)
+    for left in range(0, tile.shape[1], TILES["cpu"][1]):
+        part, at = tile[:, left: left + TILES["cpu"][1]], column - left
+        z = part.to(stats.dtype) if temperature == 1 else part.to(stats.dtype) / temperature
+        z -= lse  # now the log-probs
+        if with_entropy:
+            p = z.exp()
+            z.clamp_(min=LOWEST).mul_(-g_entropy).sub_(g + g_entropy * entropy).mul_(p)
+        else:
+            z.exp_().mul_(-g)
+        found = ((at >= 0) & (at < part.shape[1])).nonzero()[:, 0]
+        z[found, at[found]] += g[found, 0]  # before rounding: 1 - p may be small
+        part.copy_(z)
 
 
 if triton is not None:
