@@ -82,7 +82,7 @@ def train(cfg):
 
     # --- optimiser ---
     optimizer, scaler = trainable(model, cfg.lr, cfg)
-    start, _ = run.start(judge, model=model, optimizer=optimizer, scaler=scaler)
+    start = run.start(judge, model=model, optimizer=optimizer, scaler=scaler)
     del judge  # its memory, when it is a model of its own
 
     def over(rows, rows_ref, learn):
@@ -114,6 +114,7 @@ def train(cfg):
         metrics, tokens = over([pairs[i] for i in picked], ref[list(picked)], learn=True)
         metrics["lr"] = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
+        metrics["tokens_per_s"] = run.speed(tokens)
 
         # --- evaluation on held-out pairs and prompts, and a resume point ---
         if run.due(step, cfg.eval_every):
@@ -121,7 +122,7 @@ def train(cfg):
             metrics |= {f"eval_{name}": value for name, value in found.items()}
             answers = evaluate.held_out_answers(run, step, sampler, prompts)
             metrics = answers | metrics  # `accuracy` is that of the pairs
-        run.end_step(step, metrics, tokens)
+        run.end_step(step, metrics)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 
