@@ -118,8 +118,7 @@ def train(cfg):
                     logp, part.old_logp, part.advantages, part.loss_mask / total, *clip))
             stats["grad_norm"] = optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
             updates.append(stats)
-        tokens_per_s = run.speed(len(rollout.input_ids))
-        metrics |= mean_stats(updates) | {"lr": lr, "tokens_per_s": tokens_per_s}
+        metrics |= mean_stats(updates) | {"lr": lr, "tokens_per_s": run.speed(rollout)}
 
         # 4. Evaluate on held-out prompts, and keep a resume point.
         if run.due(step, cfg.eval_every):

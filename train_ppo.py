@@ -143,8 +143,7 @@ def train(cfg):
             stats["critic_grad_norm"] = optimizer_step(critic_optimizer, critic_lr, cfg.grad_clip,
                                                        critic_scaler)
             updates.append(stats)
-        tokens_per_s = run.speed(len(rollout.input_ids))
-        metrics |= mean_stats(updates) | {"lr": lr, "tokens_per_s": tokens_per_s}
+        metrics |= mean_stats(updates) | {"lr": lr, "tokens_per_s": run.speed(rollout)}
         if cfg.kl_target:
             kl_coef = adaptive_kl(kl_coef, metrics["kl_sequence"], cfg.kl_target, cfg.kl_horizon,
                                   len(rollout))

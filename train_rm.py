@@ -73,7 +73,7 @@ def train(cfg):
             metrics = add_stats(metrics, {"loss": loss.item()} | stats)
         metrics["lr"] = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
-        metrics["tokens_per_s"] = run.speed(len(batch.input_ids))
+        metrics["tokens_per_s"] = run.speed(batch)
 
         # --- evaluation on held-out pairs, and a resume point ---
         if run.due(step, cfg.eval_every):

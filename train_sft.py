@@ -75,8 +75,7 @@ def train(cfg):
             loss += part_loss.item()
         lr = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         norm = optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
-        metrics = {"loss": loss, "lr": lr, "grad_norm": norm,
-                   "tokens_per_s": run.speed(len(batch.input_ids))}
+        metrics = {"loss": loss, "lr": lr, "grad_norm": norm, "tokens_per_s": run.speed(batch)}
 
         # --- evaluation on held-out rows, and a resume point ---
         if run.due(step, cfg.eval_every):

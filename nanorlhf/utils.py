@@ -102,7 +102,8 @@ def refuse(message):
 
 def parse(config_class, doc):
     """Flags from the command line into `config_class`; bad ones raise UserError."""
-    parser = transformers.HfArgumentParser(config_class, description=doc.strip().splitlines()[0])
+    parser = transformers.HfArgumentParser(config_class, usage="%(prog)s [--flag value] ...",
+                                           description=doc.strip().splitlines()[0])
     parser.error, parser.allow_abbrev = refuse, False
     own = config_class.__annotations__  # --help begins with them
     parser._optionals._group_actions.sort(key=lambda action: action.dest not in own)
@@ -352,9 +353,9 @@ class Run:
             self.step_began = time.perf_counter()
             yield step, order[i * size: (i + 1) * size]
 
-    def speed(self, tokens):
-        """Tokens per second of this step, asked when they are learned and before an evaluation."""
-        return tokens / (time.perf_counter() - self.step_began)
+    def speed(self, batch):
+        """Tokens per second of this step; asked once they are learned, before an evaluation."""
+        return len(batch.input_ids) / (time.perf_counter() - self.step_began)
 
     def due(self, step, every):
         """Whether what is done every so many steps (0: never), and at the end, is due now."""

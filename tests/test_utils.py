@@ -85,6 +85,7 @@ def test_help_shows_every_flag_and_its_default(parsed, capsys):
         parsed("--help")
     text = capsys.readouterr().out
     assert done.value.code == 0 and "100 % of them" in text and "(default: 0.05)" in text
+    assert text.index("--group_size") < text.index("--model")  # what is this script's own is first
 
 
 def test_a_user_error_is_one_line_and_status_2(capsys):
@@ -484,6 +485,15 @@ def test_values_that_are_not_finite_are_null_in_valid_json(parsed, tmp_path):
     row = json.loads(line, parse_constant=refuse)
     assert row == {"step": 1, "a": None, "b": None, "c": 0.5, "d": 0.0, "e": 3, "f": 0.333333}
     assert clean(True) is True and clean("text") == "text" and clean(-math.inf) is None
+
+
+def test_speed_leaves_out_what_happens_between_steps(parsed, monkeypatch):
+    """10 tokens in 2 s each, whatever the evaluation and the saving after them take."""
+    times = iter([0.0, 2.0, 100.0, 102.0])
+    monkeypatch.setattr(utils.time, "perf_counter", lambda: next(times))
+    run = Run(parsed())
+    batch = Batch.from_rows([([5] * 10, [1] * 10)])
+    assert [run.speed(batch) for _ in zip(range(2), run.steps(200, 0))] == [5.0, 5.0]
 
 
 def test_stats_of_micro_batches_add_up():
