@@ -82,11 +82,11 @@ def train(cfg):
 
     # --- optimiser ---
     optimizer, scaler = trainable(model, cfg.lr, cfg)
-    start, _ = run.start(judge, model=model, optimizer=optimizer, scaler=scaler)
+    start = run.start(judge, model=model, optimizer=optimizer, scaler=scaler)
     del judge  # its memory, when it is a model of its own
 
     def over(rows, rows_ref, learn):
-        """Mean stats over pairs and their (P, 2) reference log-probs; gradients if `learn`."""
+        """(mean stats, batch) of pairs with (P, 2) reference log-probs; gradients if `learn`."""
         batch = data.Batch.from_rows([row for pair in rows for row in pair]).to(cfg.device)
         means, done = {}, 0
         for part in batch.split(cfg.micro_tokens, unit=2):  # a pair stays together
@@ -107,13 +107,14 @@ def train(cfg):
                      "rewards_chosen": chosen.sum(), "rewards_rejected": rejected.sum(),
                      "margin": (chosen - rejected).sum()}
             means = add_stats(means, {k: v.item() / len(rows) for k, v in stats.items()})
-        return means, len(batch.input_ids)
+        return means, batch
 
     # --- training ---
     for step, picked in run.steps(len(pairs), start):
-        metrics, tokens = over([pairs[i] for i in picked], ref[list(picked)], learn=True)
+        metrics, batch = over([pairs[i] for i in picked], ref[list(picked)], learn=True)
         metrics["lr"] = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
+        metrics["tokens_per_s"] = run.speed(batch)
 
         # --- evaluation on held-out pairs and prompts, and a resume point ---
         if run.due(step, cfg.eval_every):
@@ -121,7 +122,7 @@ def train(cfg):
             metrics |= {f"eval_{name}": value for name, value in found.items()}
             answers = evaluate.held_out_answers(run, step, sampler, prompts)
             metrics = answers | metrics  # `accuracy` is that of the pairs
-        run.end_step(step, metrics, tokens)
+        run.end_step(step, metrics)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

@@ -83,7 +83,7 @@ def train(cfg):
                  else None)
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    start, _ = run.start(reference, reward, model=model, optimizer=optimizer, scaler=scaler)
+    start = run.start(reference, reward, model=model, optimizer=optimizer, scaler=scaler)
     clip = cfg.clip_eps_low, cfg.clip_eps_high
 
     # --- training ---
@@ -118,12 +118,12 @@ def train(cfg):
                     logp, part.old_logp, part.advantages, part.loss_mask / total, *clip))
             stats["grad_norm"] = optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
             updates.append(stats)
-        metrics |= mean_stats(updates)
+        metrics |= mean_stats(updates) | {"lr": lr, "tokens_per_s": run.speed(rollout)}
 
         # 4. Evaluate on held-out prompts, and keep a resume point.
         if run.due(step, cfg.eval_every):
             metrics |= evaluate.held_out_answers(run, step, sampler, held_out, "eval_")
-        run.end_step(step, metrics | {"lr": lr}, len(rollout.input_ids))
+        run.end_step(step, metrics)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

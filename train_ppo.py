@@ -33,7 +33,7 @@ from nanorlhf.rewards import load_reward
 from nanorlhf.rollout import mini_batches, rl_prompts, roll_out
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (Common, Run, UserError, add_stats, flag, lr_at, main, mean_stats,
-                            optimizer_step, trainable, warn)
+                            optimizer_step, trainable)
 
 
 @dataclass
@@ -92,15 +92,12 @@ def train(cfg):
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     critic_optimizer, critic_scaler = trainable(critic, cfg.critic_lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    start, extra = run.start(reference, reward, model=model, critic=critic, optimizer=optimizer,
-                             scaler=scaler, critic_optimizer=critic_optimizer,
-                             critic_scaler=critic_scaler)
-    kl_coef, clip = extra.get("kl_coef", cfg.kl_coef), (cfg.clip_eps_low, cfg.clip_eps_high)
+    start = run.start(reference, reward, model=model, optimizer=optimizer, scaler=scaler,
+                      critic=critic, critic_optimizer=critic_optimizer, critic_scaler=critic_scaler)
+    kl_coef, clip = run.kept.get("kl_coef", cfg.kl_coef), (cfg.clip_eps_low, cfg.clip_eps_high)
 
     # --- training ---
     for step, picked in run.steps(len(prompts), start):
-        if step == start and run.total <= cfg.critic_warmup:
-            warn(f"all {run.total} iterations are --critic_warmup, the policy will not learn")
         # 1. Answer the prompts of this iteration, score the answers, and ask the critic.
         rollout, metrics = roll_out(cfg, step, [prompts[i] for i in picked], sampler, reward,
                                     model, reference)
@@ -146,15 +143,16 @@ def train(cfg):
             stats["critic_grad_norm"] = optimizer_step(critic_optimizer, critic_lr, cfg.grad_clip,
                                                        critic_scaler)
             updates.append(stats)
-        metrics |= mean_stats(updates)
+        metrics |= mean_stats(updates) | {"lr": lr, "tokens_per_s": run.speed(rollout)}
         if cfg.kl_target:
             kl_coef = adaptive_kl(kl_coef, metrics["kl_sequence"], cfg.kl_target, cfg.kl_horizon,
                                   len(rollout))
+            run.kept["kl_coef"] = kl_coef
 
         # 4. Evaluate on held-out prompts, and keep a resume point.
         if run.due(step, cfg.eval_every):
             metrics |= evaluate.held_out_answers(run, step, sampler, held_out, "eval_")
-        run.end_step(step, metrics | {"lr": lr}, len(rollout.input_ids), {"kl_coef": kl_coef})
+        run.end_step(step, metrics)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

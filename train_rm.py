@@ -53,7 +53,7 @@ def train(cfg):
 
     # --- optimiser ---
     optimizer, scaler = trainable(scorer, cfg.lr, cfg)
-    start, _ = run.start(model=scorer, optimizer=optimizer, scaler=scaler)
+    start = run.start(model=scorer, optimizer=optimizer, scaler=scaler)
 
     # --- training ---
     for step, picked in run.steps(len(pairs), start):
@@ -73,6 +73,7 @@ def train(cfg):
             metrics = add_stats(metrics, {"loss": loss.item()} | stats)
         metrics["lr"] = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)
+        metrics["tokens_per_s"] = run.speed(batch)
 
         # --- evaluation on held-out pairs, and a resume point ---
         if run.due(step, cfg.eval_every):
@@ -82,7 +83,7 @@ def train(cfg):
                 {"response": tokenizer.decode(row[0]), "score": float(score), "preferred": side}
                 for pair, pair_scores in zip(held_out[:3], scores)
                 for row, score, side in zip(pair, pair_scores, ("chosen", "rejected"))])
-        run.end_step(step, metrics, len(batch.input_ids))
+        run.end_step(step, metrics)
 
     # Mean and spread of the held-out scores travel in config.json: PPO rewards are normalised by
     # them, plain transformers ignores them.

@@ -58,7 +58,7 @@ def train(cfg):
     # --- optimiser, and a sampler over the model's own tensors ---
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
-    start, _ = run.start(model=model, optimizer=optimizer, scaler=scaler)
+    start = run.start(model=model, optimizer=optimizer, scaler=scaler)
 
     # --- training ---
     for step, picked in run.steps(len(rows), start):
@@ -75,7 +75,7 @@ def train(cfg):
             loss += part_loss.item()
         lr = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         norm = optimizer_step(optimizer, lr, cfg.grad_clip, scaler)
-        metrics = {"loss": loss, "lr": lr, "grad_norm": norm}
+        metrics = {"loss": loss, "lr": lr, "grad_norm": norm, "tokens_per_s": run.speed(batch)}
 
         # --- evaluation on held-out rows, and a resume point ---
         if run.due(step, cfg.eval_every):
@@ -83,7 +83,7 @@ def train(cfg):
                                                           cfg.device)
             if prompts:  # rows of plain text have none
                 metrics |= evaluate.held_out_answers(run, step, sampler, prompts)
-        run.end_step(step, metrics, len(batch.input_ids))
+        run.end_step(step, metrics)
 
     run.finish(lambda folder: save_model(model, tokenizer, folder))
 

@@ -146,8 +146,8 @@ def run_ours(task, plan, folder):
     from nanorlhf.utils import Run
     clock, start = Clock(), Run.start
 
-    def started(self, **objects):
-        found = start(self, **objects)
+    def started(self, *frozen, **objects):
+        found = start(self, *frozen, **objects)
         clock.tick()
         return found
 

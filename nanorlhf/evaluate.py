@@ -13,6 +13,7 @@ import json
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from nanorlhf import data, toy
@@ -94,13 +95,13 @@ def rank(scorer, pairs, micro_tokens=4096, device="cpu"):
     }, scores
 
 
-def histogram(margins, bins=10):
+def histogram(margins):
     """Lines of text that show how chosen - rejected, (P,), spreads; 0 is the border in the middle,
     so the upper half holds the pairs that are ranked wrong."""
-    edge = margins.abs().max().clamp(min=1e-9).item()
-    counts = torch.histc(margins, bins, -edge, edge).int().tolist()
-    return [f"{edge * (2 * i / bins - 1):8.3f} to {edge * (2 * (i + 1) / bins - 1):7.3f} {count:6} "
-            + "#" * (40 * count // max(counts)) for i, count in enumerate(counts)]
+    edge = margins.abs().max().item()
+    counts, edges = np.histogram(margins.cpu(), bins=10, range=(-edge, edge))
+    return [f"{low:8.3f} to {high:7.3f} {count:6} " + "#" * (40 * count // counts.max())
+            for low, high, count in zip(edges, edges[1:], counts)]
 
 
 def best_of(values, scores, n):

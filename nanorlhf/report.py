@@ -10,7 +10,6 @@ also draws each run's own picture when it finishes.
 
 import argparse
 import math
-import os
 from functools import partial
 from pathlib import Path
 
@@ -35,39 +34,36 @@ def points(rows, name):
 
 
 def curves(folders, path):
-    """One picture: a panel for each metric, a line for each run; dots if not every step has one."""
-    runs = {folder: read_jsonl(Path(folder) / "metrics.jsonl") for folder in folders}
+    """One picture: a panel for each metric, a line for each run. Runs of unlike length are each
+    drawn over their whole course."""
+    runs = {Path(folder): read_jsonl(Path(folder) / "metrics.jsonl") for folder in folders}
     known = {name for rows in runs.values() for row in rows for name in row}
     used = [names for names in PANELS if known & set(names)]
     lines = max(1, -(-len(used) // 3))
     figure = Figure(figsize=(12.6, 2.9 * lines), layout="tight")
     for place, names in enumerate(used, 1):
-        axis = figure.add_subplot(lines, 3, place)
+        axis = figure.add_subplot(lines, 3, place, title=names[0].replace("_", " "),
+                                  xlabel="step" if len(runs) == 1 else "share of the run")
         for number, (folder, rows) in enumerate(runs.items()):
             for name in names:
                 steps, values = points(rows, name)
-                if not steps:
-                    continue
-                sparse = len(steps) < len(rows)
-                if len(runs) > 1:  # runs of unlike length: draw each over its whole course
-                    steps = [step / rows[-1]["step"] for step in steps]
-                axis.plot(steps, values, "o-" if sparse else "-", markersize=3, linewidth=1.2,
-                          color=f"C{number}", alpha=1.0 if sparse else 0.6,
-                          label=f"{Path(folder).name} {name}")
-        axis.set_title(names[0].replace("_", " "), fontsize=10)
-        axis.set_xlabel("step" if len(runs) == 1 else "share of the run", fontsize=8)
-        axis.tick_params(labelsize=8)
+                if steps:
+                    scale = 1 if len(runs) == 1 else rows[-1]["step"]
+                    axis.plot([step / scale for step in steps], values, ".-", linewidth=1,
+                              markersize=3, color=f"C{number}", label=f"{folder.name} {name}",
+                              alpha=1.0 if name.startswith("eval_") else 0.6)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=6)
     figure.savefig(path, dpi=110)
 
 
-def compare(args, runs):
-    """{run: numbers}, and with a reward model its accuracy and {best-of-k: gold score and KL}."""
+def compare(args):
+    """{name: numbers} of the policies among the runs; with a reward model also of best-of-k, drawn
+    from the base, and of the reward model."""
     ask = partial(evaluate.Config, toy_grade=args.toy_grade, max_new_tokens=args.max_new_tokens,
                   limit=args.limit, device="cpu")
-    table = {name: evaluate.evaluate_policy(ask(model=str(folder), base=args.base))
-             for name, folder in runs.items() if not is_scorer(str(folder))}
+    table = {str(folder): evaluate.evaluate_policy(ask(model=str(folder), base=args.base))
+             for folder in args.runs if not is_scorer(str(folder))}
     if args.reward_model:
         best = ask(model=args.base, reward_model=args.reward_model, n=args.n)
         found = evaluate.evaluate_policy(best)
@@ -79,24 +75,23 @@ def compare(args, runs):
     return table
 
 
-def distance_picture(runs, table, path):
+def distance_picture(table, path):
     """Gold score against KL from the base model: what each method pays for what it gets. A line is
     the course of a run, a point what it, or best-of-n, came to."""
     figure = Figure(figsize=(6, 4.2), layout="tight")
-    axis = figure.add_subplot()
-    measured = [(name, row) for name, row in table.items() if "kl" in row]
-    for number, (name, row) in enumerate(measured):
-        if name in runs:
-            course = [row for row in read_jsonl(runs[name] / "metrics.jsonl")
-                      if "kl_sequence" in row and "eval_gold_score" in row]
-            axis.plot(points(course, "kl_sequence")[1], points(course, "eval_gold_score")[1],
-                      color=f"C{number}", alpha=0.5)
+    axis = figure.add_subplot(xlabel="KL from the base model, nats per answer",
+                              ylabel="gold score, held-out questions")
+    for name, row in table.items():
+        if "kl" not in row:
+            continue
+        log = Path(name) / "metrics.jsonl"
+        course = [step for step in (read_jsonl(log) if log.exists() else [])
+                  if "kl_sequence" in step and "eval_gold_score" in step]
         at = row["kl"], row["gold_score"]
-        mark, color = ("o", f"C{number}") if name in runs else ("s", "grey")
-        axis.plot(*at, mark, color=color)
+        [mark] = axis.plot(*at, "o" if log.exists() else "ks")
         axis.annotate(name, at, (4, -9), textcoords="offset points", fontsize=8)
-    axis.set_xlabel("KL from the base model, nats per answer")
-    axis.set_ylabel("gold score, held-out questions")
+        axis.plot(points(course, "kl_sequence")[1], points(course, "eval_gold_score")[1],
+                  color=mark.get_color(), alpha=0.5)
     axis.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
 
@@ -110,7 +105,7 @@ def markdown(table):
 
 
 def report(args):
-    if args.out.exists() and not args.out.is_dir():
+    if args.out.is_file():
         raise UserError(f"--out {args.out} is a file; give a folder")
     for folder in args.runs:
         if not (folder / "metrics.jsonl").exists():
@@ -118,10 +113,8 @@ def report(args):
     args.out.mkdir(parents=True, exist_ok=True)
     curves(args.runs, args.out / "curves.png")
     if args.base:
-        above = os.path.commonpath([folder.absolute().parent for folder in args.runs])
-        runs = {os.path.relpath(folder, above): folder for folder in args.runs}
-        table = compare(args, runs)
-        distance_picture(runs, table, args.out / "gold_vs_kl.png")
+        table = compare(args)
+        distance_picture(table, args.out / "gold_vs_kl.png")
         (args.out / "report.md").write_text(markdown(table))
         print(markdown(table))
     print(f"written: {args.out}")

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from tqdm import tqdm
 
 
@@ -84,7 +85,7 @@ RANGES = {  # (smallest, largest) allowed value: numbers; all others must be 0 o
     (1e-6, math.inf): "beta",
     (0, 0.5): "label_smoothing",
     (0, 1): "warmup_ratio clip_eps_low gamma gae_lambda",
-    (0, 2**63 - 1): "seed",
+    (0, 2**32 - 1): "seed",
     (1, math.inf): "epochs batch_size micro_tokens eval_prompts eval_rows toy_rows "
                    "group_size inner_epochs mini_batches n limit kl_horizon max_new_tokens",
     (2, math.inf): "max_len",
@@ -101,9 +102,11 @@ def refuse(message):
 
 def parse(config_class, doc):
     """Flags from the command line into `config_class`; bad ones raise UserError."""
-    from transformers import HfArgumentParser
-    parser = HfArgumentParser(config_class, description=doc.strip().splitlines()[0])
+    parser = transformers.HfArgumentParser(config_class, usage="%(prog)s [--flag value] ...",
+                                           description=doc.strip().splitlines()[0])
     parser.error, parser.allow_abbrev = refuse, False
+    own = config_class.__annotations__  # --help begins with them
+    parser._optionals._group_actions.sort(key=lambda action: action.dest not in own)
     preset = getattr(parser.parse_known_args()[0], "preset", "none")
     parser.set_defaults(**dict(zip(OF_MEMORY, PRESETS[preset])))  # what is given wins
     config, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
@@ -161,12 +164,6 @@ def run_script(action):
     sys.exit(status)
 
 
-def seed_everything(seed):
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def derive_seed(*numbers):
     """One 32-bit seed out of several numbers, well mixed, their order included."""
     return int(np.random.SeedSequence([n % 2**32 for n in numbers]).generate_state(1)[0])
@@ -176,15 +173,6 @@ def derive_seed(*numbers):
 def epoch_order(n, seed, epoch):
     """A permutation of range(n) that depends on (seed, epoch) alone, so a resume needs no state."""
     return tuple(random.Random(f"{seed} {epoch}").sample(range(n), n))
-
-
-def adamw(model, lr, weight_decay):
-    """AdamW that decays matrices only; norms and biases stay free."""
-    weights = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in weights if p.ndim > 1], "weight_decay": weight_decay},
-              {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95),
-                             fused=weights[0].device.type == "cuda")
 
 
 def lr_at(step, total, peak, warmup_ratio, floor=0.1):
@@ -212,14 +200,18 @@ def optimizer_step(optimizer, lr, grad_clip, scaler):
 
 
 def trainable(model, lr, config):
-    """Put the model into training mode; returns its optimiser, and its loss scaler, which keeps the
-    small gradients of fp16 from vanishing and else does nothing."""
+    """Put the model into training mode; returns AdamW, which decays matrices only, and a loss
+    scaler, which keeps the small gradients of fp16 from vanishing and else does nothing."""
     if config.gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None)  # transformers' new name
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.train()
-    scaler = torch.amp.GradScaler(config.device.split(":")[0], enabled=config.dtype == "fp16")
-    return adamw(model, lr, config.weight_decay), scaler
+    weights = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in weights if p.ndim > 1], "weight_decay": config.weight_decay},
+              {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0}]
+    device = weights[0].device.type
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=device == "cuda")
+    return optimizer, torch.amp.GradScaler(device, enabled=config.dtype == "fp16")
 
 
 def memory_to_come(models, config):
@@ -247,93 +239,91 @@ def free_memory(device):
         return torch.cuda.mem_get_info(device)[0]
     meminfo = Path("/proc/meminfo")
     found = re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text() if meminfo.exists() else "")
-    return int(found[1]) * 1024 if found and device == "cpu" else math.inf
+    return int(found[1]) * 1024 if found else math.inf
 
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
+WRITTEN = (*LOGS, "args.json", "curves.png", "checkpoint", "adapter_*", "base", "config.json",
+           "generation_config.json", "model*.safetensors*", "tokenizer*", "chat_template.jinja")
+HARMLESS = ("out", "resume", "overwrite", "save_every", "report_to", "device", "preset",
+            "micro_tokens", "gradient_checkpointing")  # a resume may change these flags
 
 
 class Run:
     """The run folder: what was asked, what happened, and where to go on after a break."""
 
     def __init__(self, config):
-        seed_everything(config.seed)
-        self.config, self.folder = config, Path(config.out)
-        self.args_file = self.folder / "args.json"
-        self.track, self.bar, self.rows = None, tqdm(disable=True), None
-        self.born = self.clock = time.perf_counter()
-        objection = None if config.show_data else self._objection()  # show_data writes nothing
-        if objection:
-            raise UserError(objection)
+        transformers.set_seed(config.seed)
+        self.config, self.folder, self.track = config, Path(config.out), None
+        self.args_file, self.checkpoints = self.folder / "args.json", self.folder / "checkpoint"
+        self.kept = {}  # numbers that a resume needs besides the states of objects
+        if not config.show_data:  # which writes nothing
+            self._check()
 
-    def _objection(self):
-        """Why --out cannot be written, or gone on with, as the flags say; None if it can."""
+    def _check(self):
+        """Refuse an --out that cannot be written, or gone on with, as the flags say."""
         config, folder = self.config, self.folder
         nearest = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-            return f"--out {folder}: {nearest} is a file or cannot be written to; give a folder"
+            raise UserError(f"--out {folder}: {nearest} is a file or read-only; give a folder")
+        self.existing = [path for name in WRITTEN for path in folder.glob(name)]
         if config.report_to != "none" and find_spec(config.report_to) is None:
-            return "--report_to {0} needs `pip install {0}`".format(config.report_to)
-        for name in ("model", "ref_model", "reward_model"):
-            used = Path(getattr(config, name, "") or "toy").resolve()
-            if config.overwrite and folder.resolve() in (used, *used.parents):
-                return f"--out {folder} would overwrite --{name} {used}; give another folder"
+            raise UserError("--report_to {0} needs `pip install {0}`".format(config.report_to))
+        if config.resume and config.overwrite:
+            raise UserError("--resume and --overwrite exclude each other")
         if config.overwrite:
-            return "--resume and --overwrite exclude each other" if config.resume else None
-        traces = "args.json", "metrics.jsonl", "checkpoint"
-        if not any((folder / name).exists() for name in traces):
-            if config.resume:
-                return f"--resume: {folder} holds no run to go on with"
-            if any(folder.glob("*config.json")):
-                return f"{folder} holds a model; choose another --out, or --overwrite"
-            return None
-        try:
-            args = dict(json.loads(self.args_file.read_text()))
-            flags = dict(args["flags"])
-        except (OSError, ValueError, TypeError, KeyError):
-            return f"{self.args_file} is missing or damaged; start anew with --overwrite"
-        if args.get("finished"):
-            return f"{folder} holds a finished run; choose another --out, or --overwrite it"
-        if not config.resume:
-            return f"{folder} holds an unfinished run; --resume goes on with it, or --overwrite it"
-        free = {"out", "resume", "overwrite", "save_every", "report_to", "device", "preset",
-                "micro_tokens", "gradient_checkpointing"}  # these two change rounding only
-        changed = [f"--{name} (was {old}, now {new})" for name, old in flags.items()
-                   if name not in free and old != (new := getattr(config, name, None))]
-        if changed:
-            return "--resume needs the flags of the first start; changed: " + ", ".join(changed)
+            for name in ("model", "ref_model", "reward_model"):
+                used = Path(getattr(config, name, "") or "toy").resolve()
+                if folder.resolve() in (used, *used.parents):
+                    raise UserError(f"--out {folder} would overwrite --{name} {used}")
+        elif config.resume:
+            try:
+                args = json.loads(self.args_file.read_text())
+                finished, flags = args["finished"], args["flags"]
+            except (OSError, ValueError, TypeError, KeyError):
+                raise UserError(f"--resume: {folder} holds no run to go on with: args.json is "
+                                "missing or damaged; start anew with --overwrite") from None
+            if finished:
+                raise UserError(f"--resume: {folder} holds a finished run")
+            changed = [f"--{name} (was {old}, now {new})" for name, old in flags.items()
+                       if name not in HARMLESS and old != (new := getattr(config, name, None))]
+            if changed:
+                raise UserError("--resume needs the flags of the start, not " + ", ".join(changed))
+        elif self.existing:
+            raise UserError(f"{folder} holds a run or a model; choose another --out, --resume an "
+                            "unfinished run, or --overwrite what is there")
 
     def start(self, *frozen, **objects):
         """Take the objects whose state a resume needs, and the frozen models, which it must find
-        unchanged; returns (steps done, extra)."""
+        unchanged; returns the number of steps done."""
         self.objects = objects
-        models = [thing for thing in objects.values() if isinstance(thing, torch.nn.Module)]
-        need, free = memory_to_come(models, self.config), free_memory(self.config.device)
+        modules = [thing for thing in objects.values() if isinstance(thing, torch.nn.Module)]
+        need, free = memory_to_come(modules, self.config), free_memory(self.config.device)
         print(f"memory: training takes about {need / 1e9:.2f} GB more" + (
             f"; that does not fit, {free / 1e9:.2f} GB are left: {SMALLER}" if need > free else ""))
-        # A number that tells by which models, of one kind, a run was started.
-        found = [*models, *(thing for thing in frozen if isinstance(thing, torch.nn.Module))]
-        self.origin = sum(float(weight.detach().double().abs().sum())
-                          for model in found for weight in model.parameters())
-        done = self.restore() if self.config.resume else (0, {})
-        self.clock = time.perf_counter()
+        modules += [thing for thing in frozen if isinstance(thing, torch.nn.Module)]
+        size = sum(weight.detach().double().abs().sum()
+                   for model in modules for weight in model.parameters())
+        done = self._restore() if self.config.resume else 0
+        self._keep("sum of the start models' weights", clean(size))
         return done
 
+    def _keep(self, what, value):
+        """Remember a number that a resumed run must find again."""
+        if self.kept.setdefault(what, value) != value:
+            raise UserError(f"--resume: the {what} was {self.kept[what]}, is {value} now; bring "
+                            "back what has changed, or start anew with --overwrite")
+
     def _open(self):
-        """Make the folder. The first step that is logged does: what fails before leaves nothing."""
-        if self.track:
-            return
-        self.track = lambda values, step: None
+        """Make the folder, at the first step that is logged: what fails before leaves nothing."""
         if self.config.overwrite:
-            old = (*LOGS, "checkpoint", "args.json", "curves.png", "config.json",
-                   "model*.safetensors*", "adapter_*", "base", "chat_template.jinja", "tokenizer*",
-                   "generation_config.json")
-            for path in [path for name in old for path in self.folder.glob(name)]:
+            for path in self.existing:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write_args(finished=False)
         for name in LOGS:
             (self.folder / name).touch()
+        self.track = lambda values, step: None
         if self.config.report_to == "wandb":
             import wandb
             self.track = wandb.init(name=self.folder.name, config=vars(self.config)).log
@@ -342,27 +332,7 @@ class Run:
             write = SummaryWriter(self.folder).add_scalar
             self.track = lambda values, step: [write(*item, step) for item in values.items()]
 
-    def steps(self, n_rows, start):
-        """Yield (step, numbers of its rows out of n_rows), behind a progress bar. Each of --epochs
-        takes every row once, in an order of its own; its last step may have fewer rows."""
-        if self.rows not in (None, n_rows):
-            raise UserError(f"the run began with {self.rows} rows, now there are {n_rows}: bring "
-                            "the data back, or start anew with --overwrite")
-        self.rows = n_rows
-        size, steps_per_epoch = self.config.batch_size, -(-n_rows // self.config.batch_size)
-        self.total = self.config.max_steps or self.config.epochs * steps_per_epoch
-        self.bar = tqdm(range(start, self.total), self.folder.name, self.total, initial=start)
-        for step in self.bar:
-            epoch, i = divmod(step, steps_per_epoch)
-            order = epoch_order(n_rows, self.config.seed, epoch)
-            yield step, order[i * size: (i + 1) * size]
-
-    def due(self, step, every):
-        """Whether what is done every so many steps (0: never), and at the end, is due now."""
-        return step + 1 == self.total or (every > 0 and (step + 1) % every == 0)
-
     def _write_args(self, finished):
-        import transformers
         git = subprocess.run("git rev-parse HEAD", shell=True, capture_output=True, text=True,
                              cwd=Path(__file__).parent)  # by a shell: there may be no git
         values = {"finished": finished, "flags": asdict(self.config), "torch": torch.__version__,
@@ -370,98 +340,98 @@ class Run:
                   "script": Path(sys.argv[0]).name, "git": git.stdout.strip() or None}
         write_atomically(self.args_file, json.dumps(values, indent=2) + "\n")
 
+    def steps(self, n_rows, start):
+        """Yield (step, numbers of its rows out of n_rows), behind a progress bar. Each of --epochs
+        takes every row once, in an order of its own; its last step may have fewer rows."""
+        self._keep("number of training rows", n_rows)
+        size, steps_per_epoch = self.config.batch_size, -(-n_rows // self.config.batch_size)
+        self.total = self.config.max_steps or self.config.epochs * steps_per_epoch
+        self.bar = tqdm(range(start, self.total), self.folder.name, self.total, initial=start)
+        for step in self.bar:
+            epoch, i = divmod(step, steps_per_epoch)
+            order = epoch_order(n_rows, self.config.seed, epoch)
+            self.step_began = time.perf_counter()
+            yield step, order[i * size: (i + 1) * size]
+
+    def speed(self, batch):
+        """Tokens per second of this step; asked once they are learned, before an evaluation."""
+        return len(batch.input_ids) / (time.perf_counter() - self.step_began)
+
+    def due(self, step, every):
+        """Whether what is done every so many steps (0: never), and at the end, is due now."""
+        return step + 1 == self.total or (every > 0 and (step + 1) % every == 0)
+
+    def end_step(self, step, metrics):
+        """Log a step that is done, and keep a resume point where one is due."""
+        self.log(step + 1, metrics)
+        self.bar.set_postfix({k: metrics[k] for k in ON_THE_BAR if k in metrics}, refresh=False)
+        if self.due(step, self.config.save_every):
+            self.save(step + 1)
+
     def log(self, step, metrics):
-        """Append one step to metrics.jsonl."""
         values = self._append("metrics.jsonl", step, metrics)
         self.track({name: value for name, value in values.items() if value is not None}, step)
-        self.bar.set_postfix({k: values[k] for k in ON_THE_BAR if k in values}, refresh=False)
-
-    def end_step(self, step, metrics, tokens, extra=None):
-        """Log a step that is done, of so many tokens, and keep a resume point where one is due."""
-        before, self.clock = self.clock, time.perf_counter()
-        self.log(step + 1, metrics | {"tokens_per_s": tokens / (self.clock - before)})
-        if self.due(step, self.config.save_every):
-            self.save(step + 1, extra)
 
     def samples(self, step, rows):
         for row in rows:
             self._append("samples.jsonl", step, row)
 
     def _append(self, name, step, row):
-        self._open()
+        if self.track is None:
+            self._open()
         values = {"step": step} | {k: clean(v) for k, v in row.items()}
         with open(self.folder / name, "a") as file:
             file.write(json.dumps(values) + "\n")
         return values
 
-    def save(self, step, extra=None):
+    def save(self, step):
         """A resume point after `step` steps. The one before is kept: a file may get damaged."""
-        self._open()
-        folder = self.folder / "checkpoint"
-        folder.mkdir(exist_ok=True)
-        state = {name: state_of(thing) for name, thing in self.objects.items()}
+        self.checkpoints.mkdir(exist_ok=True)
         rng = {"python": random.getstate(), "numpy": np.random.get_state(),
                "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-        logs = {name: (self.folder / name).stat().st_size for name in LOGS}
-        write_atomically(folder / f"step_{step:08d}.pt", {
-            "step": step, "state": state, "extra": extra or {}, "logs": logs, "rng": rng,
-            "origin": self.origin, "rows": self.rows})
-        for old in sorted(folder.glob("step_*.pt"))[:-2]:
+        state = {name: state_of(thing) for name, thing in self.objects.items()}
+        write_atomically(self.checkpoints / f"step_{step:08d}.pt",
+                         {"step": step, "state": state, "kept": self.kept, "rng": rng})
+        for old in sorted(self.checkpoints.glob("step_*.pt"))[:-2]:
             old.unlink()
 
-    def restore(self):
-        """(steps done, extra) of the newest complete resume point, loaded into the objects."""
-        folder = self.folder / "checkpoint"
-        for file in sorted(folder.glob("step_*.pt"), reverse=True):
+    def _restore(self):
+        """Load the newest complete resume point into the objects; returns its step."""
+        for file in sorted(self.checkpoints.glob("step_*.pt"), reverse=True):
             try:
                 saved = torch.load(file, map_location="cpu", weights_only=False)
-                saved["state"], saved["origin"], saved["logs"], saved["rng"], saved["rows"]
                 break
             except Exception as error:  # whatever a damaged file raises: try the one before
                 warn(f"{file} is damaged ({type(error).__name__}); using the checkpoint before it")
         else:
-            raise UserError(f"{folder} holds no complete checkpoint; start anew with --overwrite")
-        if set(saved["state"]) != set(self.objects):
-            raise UserError(f"{file} holds {sorted(saved['state'])}, this run needs "
-                            f"{sorted(self.objects)}; it belongs to another script")
-        if not math.isclose(saved["origin"], self.origin, rel_tol=1e-6):
-            raise UserError("a start model has changed; bring it back, or give --overwrite")
-        self.rows = saved["rows"]
+            raise UserError(f"{self.checkpoints} holds no complete checkpoint; start anew with "
+                            "--overwrite")
+        self.kept = saved["kept"]
         for name, thing in self.objects.items():  # frozen weights stay those of the start model
             thing.load_state_dict(thing.state_dict() | saved["state"][name])
-        for name, size in saved["logs"].items():  # steps after the checkpoint are run again
-            log = self.folder / name
-            log.touch()
-            if log.stat().st_size < size:
-                raise UserError(f"{log} is shorter than it was; start anew with --overwrite")
-            os.truncate(log, size)
+        for name in LOGS:  # steps after the checkpoint are run again
+            rows = [row for row in read_jsonl(self.folder / name) if row["step"] <= saved["step"]]
+            write_atomically(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
         random.setstate(saved["rng"]["python"])
         np.random.set_state(saved["rng"]["numpy"])
         torch.set_rng_state(saved["rng"]["torch"])
         torch.cuda.set_rng_state_all(saved["rng"]["cuda"])
-        return saved["step"], saved["extra"]
+        return saved["step"]
 
     def finish(self, save_model):
-        """Write the model with `save_model(folder)`, mark the run finished, draw its curves."""
+        """Write the model with `save_model(folder)`, mark the run as finished, draw its curves."""
         from nanorlhf import report
-        new = self.folder / "model.tmp"
-        shutil.rmtree(new, ignore_errors=True)
-        save_model(new)
-        for file in new.iterdir():
-            shutil.rmtree(self.folder / file.name, ignore_errors=True)  # does nothing to a file
-            os.replace(file, self.folder / file.name)
-        new.rmdir()
+        save_model(self.folder)
         self._write_args(finished=True)
         report.curves([self.folder], self.folder / "curves.png")
-        print(f"finished: {self.folder} ({time.perf_counter() - self.born:.0f} s)")
+        print(f"finished: {self.folder}")
 
 
 def state_of(thing):
     """What a checkpoint keeps; weights that nobody trains are left to the start model."""
-    if not isinstance(thing, torch.nn.Module):
-        return thing.state_dict()
-    weights = thing.state_dict(keep_vars=True)
-    return {name: weight.detach() for name, weight in weights.items() if weight.requires_grad}
+    if isinstance(thing, torch.nn.Module):
+        return {name: w.detach() for name, w in thing.named_parameters() if w.requires_grad}
+    return thing.state_dict()
 
 
 def writable(path):
@@ -506,8 +476,5 @@ def clean(value):
 
 def read_jsonl(path):
     """The objects of a log; a last line that a kill has torn is left out."""
-    lines = [line for line in Path(path).read_text().splitlines(keepends=True) if line.strip()]
-    try:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
+    lines = Path(path).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -11,12 +11,14 @@ from nanorlhf.model import save_model
 
 
 def test_histogram_of_margins():
-    lines = evaluate.histogram(torch.tensor([-2.0, -1.9, 0.5, 1.1, 1.9, 4.0, 0.1, 0.2]), bins=4)
+    lines = evaluate.histogram(torch.tensor([-5.0, -4.9, 0.5, 0.0, 1.1, 1.9, 4.0, 0.1, 0.2]))
     assert [line.split() for line in lines] == [
-        ["-4.000", "to", "-2.000", "0"],
-        ["-2.000", "to", "0.000", "2", "#" * 16],  # a value on a border lies above it
-        ["0.000", "to", "2.000", "5", "#" * 40],
-        ["2.000", "to", "4.000", "1", "#" * 8]]  # the largest is in
+        ["-5.000", "to", "-4.000", "2", "#" * 20], ["-4.000", "to", "-3.000", "0"],
+        ["-3.000", "to", "-2.000", "0"], ["-2.000", "to", "-1.000", "0"],
+        ["-1.000", "to", "0.000", "0"], ["0.000", "to", "1.000", "4", "#" * 40],
+        ["1.000", "to", "2.000", "2", "#" * 20], ["2.000", "to", "3.000", "0"],
+        ["3.000", "to", "4.000", "0"],
+        ["4.000", "to", "5.000", "1", "#" * 10]]  # a value on a border lies above it
     lines = evaluate.histogram(torch.zeros(3))  # a head that starts at zero
     assert [int(line.split()[3]) for line in lines] == [0] * 5 + [3] + [0] * 4
 

@@ -391,8 +391,8 @@ def test_report(chain, tmp_path):
     names = {path.name for path in (tmp_path / "report").iterdir()}
     assert names == {"curves.png", "gold_vs_kl.png", "report.md"}
     table = (tmp_path / "report" / "report.md").read_text()
-    assert "| grpo |" in table and "| ppo |" in table and "| rm |" not in table
-    base = next(line for line in table.splitlines() if line.startswith("| sft |"))
+    assert "/grpo |" in table and "/ppo |" in table and "/rm |" not in table
+    base = next(line for line in table.splitlines() if "/sft |" in line)
     assert base.split("|")[-2].strip() in ("0.00", "-0.00")  # the base is no KL away from itself
 
 
@@ -424,7 +424,7 @@ def assert_same_end(broken, whole):
     last = [sorted((folder / "checkpoint").glob("step_*.pt"))[-1] for folder in (broken, whole)]
     assert last[0].name == last[1].name
     a, b = (torch.load(file, weights_only=False) for file in last)
-    for name in ("step", "state", "extra", "rng"):  # CKP-4: Adam's moments, scaler, KL coefficient
+    for name in ("step", "state", "kept", "rng"):  # CKP-4: Adam's moments, scaler, KL coefficient
         assert equal(a[name], b[name]), name
 
 
@@ -466,7 +466,7 @@ def test_resume_refuses_other_flags_and_a_missing_checkpoint(data, tmp_path):
     flags = ["--data", data / "ten.jsonl", "--batch_size", 2, "--max_steps", 4, "--save_every", 2,
              "--eval_prompts", 2, "--max_new_tokens", 8, "--out", "run"]
     assert run("train_sft.py", *flags, cwd=tmp_path, die=("log", 3)).status == -9
-    for more, words in ([[], "--resume goes on"], [["--resume", "--lr", 1], "--lr (was 0.003"]):
+    for more, words in ([[], "--resume an unf"], [["--resume", "--lr", 1], "--lr (was 0.003"]):
         result = run("train_sft.py", *flags, *more, cwd=tmp_path)
         assert result.status == 2 and words in result.errors[-1], result.err
     for file in (tmp_path / "run" / "checkpoint").iterdir():

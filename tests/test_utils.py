@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.axes import Axes
+from transformers import set_seed
 
 from nanorlhf import toy, report, utils
 from nanorlhf.data import Batch
 from nanorlhf.losses import kl_estimate, ppo_stats
 from nanorlhf.model import autocast, token_logprobs
 from nanorlhf.utils import (
-    Common, Run, UserError, add_stats, adamw, clean, derive_seed, flag, lr_at,
-    optimizer_step, parse, read_jsonl, run_script, seed_everything,
+    Common, Run, UserError, add_stats, clean, derive_seed, flag, lr_at, optimizer_step, parse,
+    read_jsonl, run_script, trainable,
 )
 from tiny import tiny_model
 
@@ -84,6 +85,7 @@ def test_help_shows_every_flag_and_its_default(parsed, capsys):
         parsed("--help")
     text = capsys.readouterr().out
     assert done.value.code == 0 and "100 % of them" in text and "(default: 0.05)" in text
+    assert text.index("--group_size") < text.index("--model")  # what is this script's own is first
 
 
 def test_a_user_error_is_one_line_and_status_2(capsys):
@@ -182,7 +184,7 @@ def test_what_does_not_fit_is_told(fits, monkeypatch, capsys):
     assert f"about {need / 1e9:.2f} GB more" in out
     assert ("does not fit" in out and "lower --micro_tokens" in out) != fits
     monkeypatch.undo()
-    assert 1e6 < utils.free_memory("cpu") and utils.free_memory("mps") == math.inf
+    assert utils.free_memory("cpu") > 1e6
 
 
 def test_out_of_memory_in_a_step(tmp_path, monkeypatch, capsys):
@@ -210,10 +212,10 @@ def test_out_of_memory_in_a_step(tmp_path, monkeypatch, capsys):
 # --- seeds, schedule, step ------------------------------------------------------------------------
 
 
-def test_seeds():
+def test_seeds(parsed):
     draws = []
     for _ in range(2):
-        seed_everything(7)
+        Run(parsed("--seed", 7))
         draws.append((random.random(), np.random.rand(), torch.rand(1).item()))
     assert draws[0] == draws[1]
     seeds = {derive_seed(a, b, c) for a in range(5) for b in range(5) for c in range(5)}
@@ -235,9 +237,8 @@ def test_learning_rate_rises_and_falls():
 
 def test_optimizer_step_clips_and_refuses_what_is_not_finite():
     model = torch.nn.Linear(3, 1)
-    optimizer = adamw(model, 1.0, 0.1)
+    optimizer, scaler = trainable(model, 1.0, memory_flags(weight_decay=0.1))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
     model(torch.full((1, 3), 100.0)).sum().backward()
     norm = optimizer_step(optimizer, 0.01, 1.0, scaler)
     assert norm == pytest.approx(math.sqrt(3 * 100**2 + 1))  # before clipping
@@ -267,7 +268,6 @@ class Thing:
 
 
 def save_text(folder):
-    folder.mkdir()
     (folder / "config.json").write_text("{}")
 
 
@@ -281,7 +281,8 @@ def begun(parsed, *flags, steps=0, every=1):
         run.log(step, {"loss": 1.0 / step})
         run.samples(step, [{"prompt": "p", "response": f"answer {step}", "score": None}])
         if step % every == 0:
-            run.save(step, {"kl_coef": step / 10})
+            run.kept["kl_coef"] = step / 10
+            run.save(step)
     return run
 
 
@@ -306,12 +307,13 @@ def test_nothing_is_written_before_start(parsed, tmp_path):
 
 def test_an_existing_run_is_protected(parsed, tmp_path):
     run = begun(parsed, steps=2)
-    with pytest.raises(UserError, match="unfinished run; --resume goes on.*--overwrite"):
+    protected = "holds a run or a model; choose another --out, --resume an unfinished.*--overwrite"
+    with pytest.raises(UserError, match=protected):
         Run(parsed())
     Run(parsed("--resume", "--device", "cpu"))
     run.finish(save_text)
-    for flags in ([], ["--resume"]):
-        with pytest.raises(UserError, match="finished run; choose another --out, or --overwrite"):
+    for flags, words in ([], protected), (["--resume"], "holds a finished run"):
+        with pytest.raises(UserError, match=words):
             Run(parsed(*flags))
     begun(parsed, "--overwrite", steps=1)
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1
@@ -319,12 +321,13 @@ def test_an_existing_run_is_protected(parsed, tmp_path):
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]"])
-@pytest.mark.parametrize("flags", [[], ["--resume"]])
-def test_a_run_whose_args_are_gone_or_damaged_is_protected(text, flags, parsed, tmp_path):
+@pytest.mark.parametrize("flags, words", [
+    ([], "holds a run"), (["--resume"], "args.json is missing or damaged")])
+def test_a_run_whose_args_are_gone_or_damaged_is_protected(text, flags, words, parsed, tmp_path):
     begun(parsed, steps=2)
     file = tmp_path / "run" / "args.json"
     file.unlink() if text is None else file.write_text(text)
-    with pytest.raises(UserError, match="args.json is missing or damaged"):
+    with pytest.raises(UserError, match=words):
         Run(parsed(*flags))
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
 
@@ -347,14 +350,15 @@ def test_resume_notices_other_data_and_another_frozen_model(parsed, tmp_path):
     run = Run(parsed("--save_every", 1))
     run.start(frozen(1.0), model=frozen(0.5))
     for step, _ in run.steps(200, 0):
-        run.end_step(step, {}, 1)
+        run.end_step(step, {})
         if step == 1:
             break
     resumed = Run(parsed("--save_every", 1, "--resume"))
-    with pytest.raises(UserError, match="a start model has changed"):
+    with pytest.raises(UserError, match="sum of the start models' weights was"):
         resumed.start(frozen(2.0), model=frozen(0.5))
-    done, _ = resumed.start(frozen(1.0), model=frozen(0.5))
-    with pytest.raises(UserError, match="began with 200 rows, now there are 150"):
+    resumed = Run(parsed("--save_every", 1, "--resume"))
+    done = resumed.start(frozen(1.0), model=frozen(0.5))
+    with pytest.raises(UserError, match="training rows was 200, is 150 now"):
         next(resumed.steps(150, done))
     assert next(resumed.steps(200, done))[0] == 2
 
@@ -387,7 +391,7 @@ def test_a_resume_needs_the_flags_of_the_start(parsed):
 def resumed(parsed):
     run = Run(parsed("--resume", "--device", "cpu"))
     thing = Thing(None)
-    return *run.start(thing=thing), thing.value
+    return run.start(thing=thing), run.kept.get("kl_coef"), thing.value
 
 
 def steps_logged(folder, name="metrics.jsonl"):
@@ -397,7 +401,7 @@ def steps_logged(folder, name="metrics.jsonl"):
 def test_a_resume_drops_the_steps_after_the_checkpoint(parsed, tmp_path):
     """LOG-6."""
     begun(parsed, steps=7, every=3)
-    assert resumed(parsed) == (6, {"kl_coef": 0.6}, 6)
+    assert resumed(parsed) == (6, 0.6, 6)
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert steps_logged(tmp_path, name) == [1, 2, 3, 4, 5, 6]
 
@@ -417,7 +421,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(parsed, tmp_path, caps
     newest = tmp_path / "run" / "checkpoint" / "step_00000006.pt"
     good = newest.read_bytes()
     newest.write_bytes({"cut": good[: len(good) // 2], "empty": b"", "noise": b"x" * 99}[damage])
-    assert resumed(parsed) == (3, {"kl_coef": 0.3}, 3)
+    assert resumed(parsed) == (3, 0.3, 3)
     assert steps_logged(tmp_path) == [1, 2, 3]
     warning = capsys.readouterr().err
     assert "step_00000006.pt is damaged" in warning and "the checkpoint before it" in warning
@@ -429,10 +433,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(parsed, tmp_path, caps
 def test_what_is_missing_is_an_error_never_a_fresh_start(parsed, tmp_path):
     """CKP-4."""
     begun(parsed, steps=2)
-    with pytest.raises(UserError, match="holds .'thing'., this run needs .'critic', 'thing'."):
+    with pytest.raises(KeyError, match="critic"):
         Run(parsed("--resume", "--device", "cpu")).start(thing=Thing(0), critic=Thing(0))
     (tmp_path / "run" / "metrics.jsonl").unlink()
-    with pytest.raises(UserError, match="metrics.jsonl is shorter"):
+    with pytest.raises(FileNotFoundError, match="metrics.jsonl"):
         resumed(parsed)
     for file in (tmp_path / "run" / "checkpoint").iterdir():
         file.unlink()
@@ -457,12 +461,12 @@ def test_a_save_that_breaks_off_leaves_the_old_checkpoint(parsed, tmp_path, monk
 
 
 def test_random_states_are_restored(parsed, monkeypatch):
-    run = begun(parsed)
-    seed_everything(3)
+    run = begun(parsed, steps=1)
+    set_seed(3)
     run.save(1)
     expected = random.random(), np.random.rand(), torch.rand(1).item()
-    seed_everything(4)
-    assert run.restore() == (1, {})
+    set_seed(4)
+    assert resumed(parsed)[0] == 1
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
 
 
@@ -481,6 +485,15 @@ def test_values_that_are_not_finite_are_null_in_valid_json(parsed, tmp_path):
     row = json.loads(line, parse_constant=refuse)
     assert row == {"step": 1, "a": None, "b": None, "c": 0.5, "d": 0.0, "e": 3, "f": 0.333333}
     assert clean(True) is True and clean("text") == "text" and clean(-math.inf) is None
+
+
+def test_speed_leaves_out_what_happens_between_steps(parsed, monkeypatch):
+    """10 tokens in 2 s each, whatever the evaluation and the saving after them take."""
+    times = iter([0.0, 2.0, 100.0, 102.0])
+    monkeypatch.setattr(utils.time, "perf_counter", lambda: next(times))
+    run = Run(parsed())
+    batch = Batch.from_rows([([5] * 10, [1] * 10)])
+    assert [run.speed(batch) for _ in zip(range(2), run.steps(200, 0))] == [5.0, 5.0]
 
 
 def test_stats_of_micro_batches_add_up():
