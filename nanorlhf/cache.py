@@ -8,32 +8,31 @@ copied only when a sample is about to write where others read (Kwon et al. 2023,
 import torch
 
 
-class OutOfBlocks(RuntimeError):
-    """Every block is in use. The scheduler asks for `free` first, so this is a bug."""
-
-
 class BlockManager:
     """Hands out block numbers and counts who uses them. Two samples of a six-token prompt:
 
     >>> blocks = BlockManager(num_blocks=6, block_size=4)
     >>> a = blocks.allocate(6)  # positions 0-3 lie in block 0, 4-5 in block 1
     >>> b = blocks.fork(a)  # the second sample reads the same blocks
-    >>> blocks.reserve(b, 6)  # b wants to write position 6, in a block that a also reads: copy it
-    (1, 2)
-    >>> blocks.reserve(a, 6)  # a is alone in block 1 now: nothing to copy
-    >>> blocks.reserve(a, 8)  # position 8 is the first of a new block
+    >>> blocks.writable(a, 6)  # position 6 lies in a block that b reads, too
+    False
+    >>> blocks.reserve(a, 6)  # a wants to write there: it gets a copy, block 2
+    [(1, 2)]
+    >>> blocks.writable(b, 6)  # b is alone in block 1 now
+    True
+    >>> blocks.reserve(b, 8)  # position 8 is the first of a new block: nothing to copy
+    []
     >>> a, b, blocks.references
-    ([0, 1, 3], [0, 2], [2, 1, 1, 1, 0, 0])
-    >>> blocks.release(a)  # block 0 stays: b still reads it
+    ([0, 2], [0, 1, 3], [2, 1, 1, 1, 0, 0])
+    >>> blocks.release(b)  # block 0 stays: a still reads it
     >>> a, b, blocks.references, blocks.used
-    ([], [0, 2], [1, 0, 1, 0, 0, 0], 2)
+    ([0, 2], [], [1, 0, 1, 0, 0, 0], 2)
     """
 
     def __init__(self, num_blocks, block_size):
         self.num_blocks, self.block_size = num_blocks, block_size
         self.references = [0] * num_blocks  # how many tables name each block
         self.free = list(range(num_blocks))[::-1]  # a stack, lowest number on top
-        self.peak = 0  # most blocks ever in use
 
     @property
     def used(self):
@@ -44,12 +43,7 @@ class BlockManager:
 
     def allocate(self, tokens):
         """A new table that holds `tokens` tokens."""
-        count, free = self.blocks_for(tokens), len(self.free)
-        if count > free:
-            raise OutOfBlocks(
-                f"{tokens} tokens need {count} cache blocks, {free} of {self.num_blocks} are free")
-        self.peak = max(self.peak, self.used + count)
-        return self.fork([self.free.pop() for _ in range(count)])
+        return self.fork([self.free.pop() for _ in range(self.blocks_for(tokens))])
 
     def fork(self, table):
         """A table over the same blocks."""
@@ -57,25 +51,26 @@ class BlockManager:
             self.references[block] += 1
         return list(table)
 
-    def reserve(self, table, position):
-        """Make `position`, at most one past the table's end, safe to write; takes a block at most.
+    def writable(self, table, position):
+        """Whether `position`, at most one past the table's end, lies in a block of its own."""
+        place = position // self.block_size
+        return place < len(table) and self.references[table[place]] == 1
 
-        Replaces a block that others read too, and returns (source, target) to copy its contents.
+    def reserve(self, table, position):
+        """Make `position` writable, in the last block of the table, by taking a free block.
+
+        Returns the copy to be made, [(source, target)] if it replaces one that others read, or [].
         """
         place = position // self.block_size
-        if place == len(table):
-            table += self.allocate(1)
-        elif self.references[table[place]] > 1:
-            source, [table[place]] = table[place], self.allocate(1)
-            self.references[source] -= 1
-            return source, table[place]
+        shared, table[place:] = table[place:], self.allocate(1)
+        copies = [(block, table[place]) for block in shared]
+        self.release(shared)
+        return copies
 
     def release(self, table):
         """Give the blocks back; one is free again when no table names it. Empties the table."""
         for block in reversed(table):
             self.references[block] -= 1
-            if self.references[block] < 0:
-                raise RuntimeError(f"cache block {block} was released twice")
             if self.references[block] == 0:
                 self.free.append(block)
         table.clear()
@@ -93,17 +88,17 @@ class PagedKVCache:
         self.pools = {}  # layer -> (slots, 2, K, D)
 
     def write(self, layer, slots, key, value):
-        """Put key and value (N, K, D) into slots (N,); returns the layer's pool."""
+        """Put key and value (N, K, D) into slots (N,)."""
         if layer not in self.pools:
             self.pools[layer] = key.new_zeros(self.num_blocks * self.block_size, 2, *key.shape[1:])
-        return self.pools[layer].index_copy_(0, slots, torch.stack([key, value], dim=1))
+        self.pools[layer].index_copy_(0, slots, torch.stack([key, value], dim=1))
 
     def read(self, layer, blocks):
         """A copy of blocks (M,): (M, block_size * 2 * K * D). Quicker than by many short slots."""
         return self.pools[layer].view(self.num_blocks, -1).index_select(0, blocks)
 
     def copy_blocks(self, copies):
-        """copies: list of (source, target) block numbers, no target being a source."""
+        """copies: (source, target) block numbers; all are read before any is written."""
         if copies:
             source, target = torch.tensor(copies, device=self.device).unbind(1)
             for layer, pool in self.pools.items():

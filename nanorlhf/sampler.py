@@ -10,13 +10,9 @@ group is the n samples of one prompt: the first reads it, and all share its bloc
 blocks run out, the sample that joined last is pre-empted: it gives its blocks back and waits
 again, as a group of one whose prompt is all it has so far.
 
-What is promised:
-
-- The log-prob of a token is log_softmax(logits / temperature) in fp32 over the *full* vocabulary,
-  also under top-k, top-p, min-p and repetition penalty: it is the number the trainer computes, and
-  the sampling distribution only if none of these is set. Temperature 0 takes the argmax and gives
-  the log-prob at temperature 1. Vocabulary rows beyond the tokenizer (padding of the matrix) are
-  not masked, for the trainer does not mask them either; a trained model does not choose them.
+- The log-prob of a token is log_softmax(logits / temperature) in fp32 over the *full* vocabulary
+  (padding rows of the matrix included): the number that the trainer computes, and the sampling
+  distribution if no filter is set. Temperature 0 takes the argmax, its log-prob at temperature 1.
 - A sample depends on (seed, prompt ids, sample index) alone: each has its own random stream.
   Without a seed, one is drawn for every prompt from torch's global generator.
 - Nothing is kept between calls: weights may change at will.
@@ -59,18 +55,14 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self):
-        for name, ok, rule in [
-            ("n", self.n >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "finite, 0 (greedy) or more"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (off)"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 (off) and 1"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1 is off)"),
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "None or in 0..2**63-1"),
+        for name, low, high in [
+            ("n", 1, math.inf), ("temperature", 0, 1e9), ("top_k", 0, math.inf), ("top_p", 1e-9, 1),
+            ("min_p", 0, 1), ("repetition_penalty", 1e-9, math.inf),
+            ("max_new_tokens", 1, math.inf), ("seed", 0, 2**63 - 1),
         ]:
-            if not ok:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be {rule}")
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise UserError(f"{name} is {value}; it must be at least {low} and at most {high}")
 
 
 @dataclass
@@ -156,11 +148,12 @@ class Sequence:
     ids: list[int]  # the prompt and what was generated
     limit: int  # most ids that it may come to
     stop: set[int] = frozenset()  # may hold None, which no token equals
+    refusal: str = ""  # why it can never run
     uniforms: list[float] = ()  # one for each new token
     logprobs: list[float] = field(default_factory=list)  # one for each new token so far
     blocks: list[int] = field(default_factory=list)  # its block table while it runs
     cached: int = 0
-    followers: list = field(default_factory=list)  # who waits for this one to read their prompt
+    followers: list = field(default_factory=list)  # samples that join once it has read their prompt
 
 
 class Scheduler:
@@ -173,79 +166,79 @@ class Scheduler:
         self.preemptions = self.blocks_saved = 0
 
     def step(self, budget):
-        """The next pass: `chunks`, `takers`, `rows`, `copies`.
+        """The next pass: `copies`, `chunks`, `takers`, `rows`.
 
+        copies: (source, target) blocks to copy before it.
         chunks: (sequence, start, end): its ids[start:end] go through the model. A running sample
             brings the token it took last; besides, at most `budget` tokens of prompts are read.
         takers: the samples that take their next token then, each from the logits at the end of the
-            chunk in `rows`: one that has read all its ids, and its followers.
-        copies: (source, target) blocks to copy after the pass.
+            chunk in `rows`: one that has read all its ids, and its followers, which now join.
         """
-        self.reserve()
+        copies = self.reserve()
         self.admit()
-        chunks, takers, rows, copies = [], [], [], []
-        for s in self.running:
-            count = len(s.ids) - s.cached  # 0 for a follower
+        before, self.running = self.running, []
+        chunks, takers, rows = [], [], []
+        for s in before:
+            count, group = len(s.ids) - s.cached, [s]
             if count > 1:
                 count = min(count, budget)
                 budget -= count
-            if count == 0:
-                continue
-            chunks.append((s, s.cached, s.cached + count))
-            s.cached += count
+            if count:
+                chunks.append((s, s.cached, s.cached + count))
+                s.cached += count
             if s.cached == len(s.ids):
-                place = s.cached // self.blocks.block_size
-                if s.cached % self.blocks.block_size:
-                    copies += [(s.blocks[place], f.blocks[place]) for f in s.followers]
-                takers += [s, *s.followers]
-                rows += [len(chunks) - 1] * (1 + len(s.followers))
-                s.followers = []
-        return chunks, takers, rows, copies
+                group += self.fork(s)
+                takers += group
+                rows += [len(chunks) - 1] * len(group)
+            self.running += group
+        return copies, chunks, takers, rows
 
     def reserve(self):
-        """Give every running sample room for the token it brings next; pre-empt if need be."""
-        size = self.blocks.block_size
-        for sequence in list(self.running):
-            while sequence.blocks and len(sequence.blocks) * size < len(sequence.ids):
+        """Make the place of every running sample's next token writable; returns blocks to copy."""
+        copies = []
+        for s in list(self.running):
+            while s.blocks and not self.blocks.writable(s.blocks, len(s.ids) - 1):
                 if self.blocks.free:
-                    self.blocks.reserve(sequence.blocks, len(sequence.ids) - 1)
+                    copies += self.blocks.reserve(s.blocks, len(s.ids) - 1)
                 else:
                     self.preempt(self.running[-1])
+        return copies
 
     def preempt(self, last):
         """Back to the head of the queue; all its ids have to be read again."""
         self.finish([last])
-        self.waiting.appendleft([last])
-        last.cached = 0
-        for s in self.running:  # the sample that reads its prompt need not wait for it
-            s.followers = [f for f in s.followers if f is not last]
+        self.waiting.appendleft([last, *last.followers])
+        last.cached, last.followers = 0, []
         self.preemptions += 1
 
     def admit(self):
-        """Let waiting groups in, each sample with room for the token after its prompt.
+        """Let waiting groups in, with room for the prompt and the next token of each sample.
 
-        The first sample of a group reads the prompt, into blocks that the others share but for the
-        last one if it is filled in part. A group waits until all of it fits, or a quarter of
-        `max_seqs`, or nobody runs. What does not fit stays at the head of the queue.
+        The first sample of a group reads the prompt. A group waits until all of it fits, or a
+        quarter of `max_seqs`, or nobody runs. What does not fit stays at the head of the queue.
         """
         while self.waiting:
             group, length = self.waiting[0], len(self.waiting[0][0].ids)
-            # The first sample takes the prompt's blocks and its next token's, each other one more.
-            fit = min(len(group), self.max_seqs - len(self.running),
-                      len(self.blocks.free) - self.blocks.blocks_for(length + 1) + 1)
+            promised = sum(len(s.followers) for s in self.running)  # a block and a place for each
+            fit = min(len(group), self.max_seqs - len(self.running) - promised,
+                      len(self.blocks.free) - promised - self.blocks.blocks_for(length + 1) + 1)
             if fit < (min(len(group), max(1, self.max_seqs // 4)) if self.running else 1):
                 break
             self.waiting.popleft()
             if fit < len(group):
                 self.waiting.appendleft(group[fit:])
-            first, *others = group = group[:fit]
-            first.blocks, first.followers = self.blocks.allocate(length), others
-            for sequence in others:
-                sequence.blocks, sequence.cached = self.blocks.fork(first.blocks), length
-            for sequence in group:
-                self.blocks.reserve(sequence.blocks, length)
-            self.blocks_saved += len(others) * (length // self.blocks.block_size)
-            self.running += group
+            first, *first.followers = group[:fit]
+            first.blocks = self.blocks.allocate(length + 1)
+            self.running.append(first)
+
+    def fork(self, first):
+        """The followers of a sample that has read their prompt, now over the same blocks."""
+        followers, first.followers = first.followers, []
+        for s in followers:
+            s.cached = first.cached
+            s.blocks = self.blocks.fork(first.blocks[:self.blocks.blocks_for(s.cached)])
+        self.blocks_saved += len(followers) * (first.cached // self.blocks.block_size)
+        return followers
 
     def finish(self, sequences):
         """Sequences leave and give their blocks back."""
@@ -261,14 +254,14 @@ class Sampler:
     """Samples from `model`, a HF causal LM, with the weights it has at the time of the call.
 
     block_size: tokens per cache block. max_seqs: samples that run at once. num_blocks: size of the
-        cache; by default what the call can need, within 2 GB (CPU) or half of what is free (GPU).
+        cache, by default 2 GB (CPU) or half of what is free (GPU); no more is taken than is needed.
     max_prefill_tokens: prompt tokens in one pass, beside the one of each sample that decodes.
     dtype: if it differs from the model's, a copy in this dtype is sampled from, and `sync()` must
         be called after the weights changed. Otherwise the sampler runs the very model object, and
         puts its training mode and attention back after a call.
 
     `stats` of the last call: tokens, seconds, tokens_per_s; steps (passes), mean_batch (tokens in a
-    step); refused, preemptions; num_blocks, peak_blocks, blocks_used (after each step), blocks_left
+    step); refused, preemptions; num_blocks, blocks_used (after each step), peak_blocks, blocks_left
     (a leak if not 0); kv_waste (share of the slots of used blocks without a token, over all steps);
     prefix_blocks_saved (by sharing prompts).
     """
@@ -305,103 +298,92 @@ class Sampler:
         does not stop the others: its completions are "refused", without tokens, the reason as text.
         One that fills the model to its last position gets no token and "length".
         """
-        began = time.perf_counter()
-        requests = self._requests(prompts, params)
-        num_blocks = self.num_blocks or self._default_blocks(requests)
-        eos = self.model.generation_config.eos_token_id
-        stop_ids = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
-        known = self.model.get_input_embeddings().num_embeddings
-        done, groups = [], []
-        for i, ids, p, room in requests:
-            reason = self._refusal(len(ids), room, num_blocks)
-            if ids and not 0 <= min(ids) <= max(ids) < known:
-                reason = f"the prompt has a token id outside of the model's 0..{known - 1}"
-            if reason or room == 0:
-                done += [Completion(i, k, ids, [], [], reason, "refused" if reason else "length")
-                         for k in range(p.n)]
-                continue
-            seed = int(torch.randint(2**62, ())) if p.seed is None else p.seed
-            groups.append([
-                Sequence(i, k, p, list(ids), len(ids) + room, {*stop_ids, *p.stop_token_ids},
-                         uniforms(seed, ids, k, room).tolist()) for k in range(p.n)])
-        self.stats = {"refused": sum(c.finish_reason == "refused" for c in done)}
-        with evaluating(self.model):
-            done += self._run(groups, num_blocks, progress)
-        tokens, seconds = sum(len(c.token_ids) for c in done), time.perf_counter() - began
-        self.stats |= {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds,
-                       "mean_batch": tokens / max(1, self.stats["steps"])}
-        return sorted(done, key=lambda c: (c.prompt_index, c.index))
-
-    def _requests(self, prompts, params):
-        """(prompt index, prompt ids, params, most new tokens) of each prompt."""
         if isinstance(prompts, str) or any(isinstance(p, int) for p in prompts):
             raise UserError("generate takes a list of prompts; put the one prompt into [ ]")
         if not isinstance(params, list):
             params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise UserError(f"{len(prompts)} prompts but {len(params)} params; give one for each "
-                            "prompt, or one for all")
-        limit = getattr(self.config, "max_position_embeddings", None) or 2**31
-        requests, bos = [], self.tokenizer.bos_token_id
-        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-            if isinstance(prompt, str) and bos is not None and ids[:2] == [bos, bos]:
-                ids = ids[1:]
-            requests.append((i, list(map(int, ids)), p, min(p.max_new_tokens, limit - len(ids))))
-        return requests
+        most = self.num_blocks or self._affordable_blocks()
+        groups = [self._group(*request, most)
+                  for request in zip(range(len(prompts)), prompts, params, strict=True)]
+        with evaluating(self.model):
+            self._run(groups, most, progress)
+        return [self._completion(s) for group in groups for s in group]
 
-    def _refusal(self, length, room, num_blocks):
-        """Why a prompt of this length can never run; "" if it can."""
-        if length == 0:
+    def _group(self, number, prompt, params, num_blocks):
+        """The samples of one prompt."""
+        ids, bos = prompt, self.tokenizer.bos_token_id
+        if isinstance(prompt, str):
+            ids = self.tokenizer(prompt)["input_ids"]
+            ids = ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
+        ids = list(map(int, ids))
+        limit = getattr(self.config, "max_position_embeddings", None) or 2**31
+        room = min(params.max_new_tokens, limit - len(ids))
+        refusal = self._refusal(ids, room, num_blocks)
+        eos = self.model.generation_config.eos_token_id
+        stop = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos]),
+                *params.stop_token_ids}
+        seed = int(torch.randint(2**62, ())) if params.seed is None else params.seed
+        return [Sequence(number, k, params, list(ids), len(ids) + room, stop, refusal,
+                         uniforms(seed, ids, k, 0 if refusal else room).tolist())
+                for k in range(params.n)]
+
+    def _refusal(self, ids, room, num_blocks):
+        """Why a prompt can never run; "" if it can."""
+        if not ids:
             return "the prompt is empty; give it at least one token"
+        known, needed = self.model.get_input_embeddings().num_embeddings, len(ids) + room
+        if not 0 <= min(ids) <= max(ids) < known:
+            return f"the prompt has a token id outside of the model's 0..{known - 1}"
         if room < 0:
-            return f"the prompt has {length} tokens and the model reads {length + room}; shorten it"
-        needed = -(-(length + room) // self.block_size)
+            return f"the prompt has {len(ids)} tokens and the model reads {needed}; shorten it"
+        needed = -(-needed // self.block_size)
         return "" if needed <= num_blocks else (
-            f"{length} prompt tokens and {room} new ones need {needed} cache blocks of "
+            f"{len(ids)} prompt tokens and {room} new ones need {needed} cache blocks of "
             f"{self.block_size} tokens, there are {num_blocks}; raise num_blocks, lower "
             "max_new_tokens or shorten the prompt")
 
-    def _default_blocks(self, requests):
-        """The longest max_seqs samples side by side and one more in waiting, if memory allows."""
-        config, device = self.config, self.model.device
+    def _affordable_blocks(self):
+        """How many blocks of the cache the memory has room for."""
+        config, device, budget = self.config, self.model.device, CPU_CACHE_BYTES
         heads = config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         numbers = 2 * config.num_hidden_layers * kv_heads * head_dim  # of one token
-        budget = CPU_CACHE_BYTES
         if device.type == "cuda":
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             budget = int(CUDA_CACHE_SHARE * (torch.cuda.mem_get_info(device)[0] + unused))
-        affordable = budget // (numbers * self.model.dtype.itemsize * self.block_size)
-        needed = [-(-(len(ids) + room) // self.block_size)
-                  for _, ids, p, room in requests if room >= 0 for _ in range(p.n)]
-        return max(1, min(affordable, sum(sorted(needed)[-self.max_seqs - 1:])))
+        return budget // (numbers * self.model.dtype.itemsize * self.block_size)
 
-    def _run(self, groups, num_blocks, progress):
-        """All passes of a call; its completions in the order in which they finish."""
-        blocks = BlockManager(num_blocks, self.block_size)
-        cache = PagedKVCache(num_blocks, self.block_size, self.model.device)
-        scheduler = Scheduler(groups, blocks, self.max_seqs)
-        done, used, unfilled = [], [], 0
-        bar = tqdm(total=sum(map(len, groups)), disable=not progress, unit="sample")
+    def _run(self, groups, most_blocks, progress):
+        """All passes of a call, until every sequence has its tokens."""
+        began, samples = time.perf_counter(), [s for group in groups for s in group]
+        waiting = [g for g in groups if not g[0].refusal and len(g[0].ids) < g[0].limit]
+        # The longest max_seqs samples side by side and one more in waiting.
+        needed = sorted(-(-s.limit // self.block_size) for group in waiting for s in group)
+        blocks = BlockManager(min(most_blocks, sum(needed[-self.max_seqs - 1:])), self.block_size)
+        cache = PagedKVCache(blocks.num_blocks, self.block_size, self.model.device)
+        scheduler, used, unfilled = Scheduler(waiting, blocks, self.max_seqs), [], 0
+        bar = tqdm(total=len(needed), disable=not progress, unit="sample")
         while scheduler.waiting or scheduler.running:
-            chunks, takers, rows, copies = scheduler.step(self.max_prefill_tokens)
-            logits = self._forward(cache, chunks, rows)
+            copies, chunks, takers, rows = scheduler.step(self.max_prefill_tokens)
             cache.copy_blocks(copies)
+            logits = self._forward(cache, chunks, rows)
             used.append(blocks.used)
-            unfilled += sum(len(s.blocks) * self.block_size - s.cached for s in scheduler.running)
+            unfilled += sum({s.blocks[-1]: len(s.blocks) * self.block_size - s.cached
+                             for s in scheduler.running}.values())  # a shared block counts once
             finished = self._take(takers, logits) if takers else []
             scheduler.finish(finished)
-            done += map(self._completion, finished)
             bar.update(len(finished))
         bar.close()
-        self.stats |= {
-            "steps": len(used), "blocks_used": used, "num_blocks": num_blocks,
+        tokens, seconds = sum(len(s.logprobs) for s in samples), time.perf_counter() - began
+        self.stats = {
+            "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds,
+            "steps": len(used), "mean_batch": tokens / max(1, len(used)),
+            "refused": sum(s.refusal != "" for s in samples), "preemptions": scheduler.preemptions,
+            "num_blocks": blocks.num_blocks, "blocks_used": used,
+            "peak_blocks": max(used, default=0), "blocks_left": blocks.used,
             "kv_waste": unfilled / max(1, sum(used) * self.block_size),
-            "preemptions": scheduler.preemptions, "peak_blocks": blocks.peak,
-            "prefix_blocks_saved": scheduler.blocks_saved, "blocks_left": blocks.used}
-        return done
+            "prefix_blocks_saved": scheduler.blocks_saved}
 
     def _forward(self, cache, chunks, rows):
         """One pass over chunks (sequence, start, end) of ids; logits (R, V) after those in rows."""
@@ -436,20 +418,18 @@ class Sampler:
         return [s for s in sequences if s.ids[-1] in s.stop or len(s.ids) == s.limit]
 
     def _completion(self, s):
-        start = len(s.ids) - len(s.logprobs)
-        text = self.tokenizer.decode(s.ids[start:], skip_special_tokens=True)
-        return Completion(s.prompt_index, s.index, s.ids[:start], s.ids[start:], s.logprobs, text,
-                          "stop" if s.ids[-1] in s.stop else "length")
+        prompt, new = s.ids[:len(s.ids) - len(s.logprobs)], s.ids[len(s.ids) - len(s.logprobs):]
+        text = s.refusal or self.tokenizer.decode(new, skip_special_tokens=True)
+        reason = "refused" if s.refusal else "stop" if new and new[-1] in s.stop else "length"
+        return Completion(s.prompt_index, s.index, prompt, new, s.logprobs, text, reason)
 
 
 @contextmanager
 def evaluating(model):
     """The model in eval mode and on nanorlhf's attention; what it was before is put back."""
-    modes, before = [(m, m.training) for m in model.modules()], model.config._attn_implementation
+    training, attention = model.training, model.config._attn_implementation
+    model.eval().set_attn_implementation("nanorlhf")
     try:
-        model.eval().set_attn_implementation("nanorlhf")
         yield
     finally:
-        for module, training in modes:
-            module.training = training
-        model.set_attn_implementation(before)
+        model.train(training).set_attn_implementation(attention)
