@@ -23,7 +23,6 @@ import torch
 from jinja2 import TemplateError
 from torch.nn.functional import pad
 
-from nanorlhf.toy import parse_grade
 from nanorlhf.utils import UserError, epoch_order, warn
 
 ORIGIN = "_origin"  # the key under which a row remembers its file:line
@@ -457,7 +456,7 @@ def train_and_eval_rows(config, toy_rows, **options):
         if config.eval_data or config.columns:
             raise UserError("--eval_data and --columns go with --data, not with the toy world")
         held_out = max(config.eval_rows, getattr(config, "eval_prompts", 0))
-        draw = partial(toy_rows, grade=parse_grade(config.toy_grade), **options)
+        draw = partial(toy_rows, grade=config.toy_grade, **options)
         return draw(config.toy_rows, config.seed, "train"), draw(held_out, 0, "eval")
     rows = load_rows(config.data, columns=config.columns, seed=config.seed)
     if config.eval_data:

@@ -149,7 +149,7 @@ def evaluate_policy(cfg):
     if cfg.reward_model:
         scorer = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
     embedded = cfg.data == "toy"
-    rows = (toy.prompts(cfg.limit, split="eval", grade=toy.parse_grade(cfg.toy_grade))
+    rows = (toy.prompts(cfg.limit, split="eval", grade=cfg.toy_grade)
             if embedded else data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed))
     prompts = data.encode_prompts(rows[: cfg.limit], tokenizer, cfg.max_len)
     params = SamplingParams(n=cfg.n, temperature=cfg.temperature, seed=cfg.seed,
@@ -176,8 +176,7 @@ def evaluate_scorer(cfg):
         return {"score": float(pair_scores(scorer, [rows], cfg.micro_tokens, cfg.device))}
     if cfg.data == "toy":
         sampler = Sampler(*load_policy(cfg.pairs_from, cfg.device)) if cfg.pairs_from else None
-        rows = toy.pairs(cfg.limit, split="eval", sampler=sampler,
-                         grade=toy.parse_grade(cfg.toy_grade))
+        rows = toy.pairs(cfg.limit, split="eval", sampler=sampler, grade=cfg.toy_grade)
     else:
         rows = data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed)[: cfg.limit]
     pairs, _ = data.encode_pairs(rows, tokenizer, cfg.max_len, ends)

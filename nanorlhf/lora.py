@@ -4,12 +4,11 @@ To the output W x of every linear layer of the trunk (alpha / rank) B A x is add
 random and B (out, rank) zero, so that training starts at the model itself (Hu et al. 2021, "LoRA",
 section 4.1). A reward model's head is trained in full.
 
-A run with --lora_rank leaves PEFT's files in its folder, `adapter_config.json` and
-`adapter_model.safetensors`, beside the tokenizer. PEFT opens it, and so do all our scripts as
-`--model`, as long as the base model is where `base_model_name_or_path` says. A run with --lora_rank
-that starts from such a folder goes on training that adapter, over the same base; its reference is
-base + adapter as they were at the start. A run without --lora_rank merges it and trains all
-weights. A fresh toy base is saved beside its adapter, in `base/`.
+A run with --lora_rank leaves PEFT's files in its folder, beside the tokenizer. PEFT opens it, and
+all our scripts do as `--model`, as long as the base is where `base_model_name_or_path` says. A run
+with --lora_rank that starts from such a folder goes on training that adapter; its reference is base
++ adapter as they were at the start. A run without merges it and trains all weights. A fresh toy
+base is saved beside its adapter, in `base/`.
 
     python train_sft.py --model runs/sft --lora_rank 8 --out runs/sft_lora
     python -m nanorlhf.lora --adapter runs/sft_lora --out runs/merged       # a plain HF folder
@@ -18,6 +17,7 @@ weights. A fresh toy base is saved beside its adapter, in `base/`.
 import copy
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +31,10 @@ from transformers.pytorch_utils import Conv1D
 from nanorlhf.utils import UserError, flag, main
 
 PREFIX = "base_model.model."  # before every name in PEFT's file
-PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False,
-         "lora_bias": False, "rank_pattern": {}, "alpha_pattern": {}}  # all that we compute
+# What PEFT would compute otherwise than we, or with another base: {option: values that are fine}.
+COMPUTED = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian"),
+            "use_dora": (), "use_rslora": (), "lora_bias": (), "rank_pattern": (),
+            "alpha_pattern": (), "use_qalora": (), "alora_invocation_tokens": ()}
 SCALE = ("reward_mean", "reward_std")  # see model.normalised; kept in the head of the file
 
 
@@ -85,7 +87,7 @@ def adapt(model, config):
     base = found["base_model_name_or_path"] if found else model.name_or_path  # "": a toy
     if base and Path(config.out).resolve() in (Path(base).resolve(), *Path(base).resolve().parents):
         raise UserError(f"--out {config.out} would overwrite the base; give another folder")
-    targets = config.lora_targets.replace(" ", "").split(",") if config.lora_targets else []
+    targets = re.findall(r"[^\s,]+", config.lora_targets)
     if not found:
         layers = linear_layers(model)
         leaves = sorted({name.rpartition(".")[2] for name in layers})
@@ -94,9 +96,9 @@ def adapt(model, config):
         if none := [t for t, names in picked.items() if not names]:
             raise UserError(f"--lora_targets {','.join(none)} are no linear layers of the model; "
                             f"it has {', '.join(leaves)}")
-        attach(model, dict.fromkeys(sum(picked.values(), [])), PLAIN | {
-            "base_model_name_or_path": base or f"{config.out}/base", "target_modules": list(picked),
-            "r": rank, "lora_alpha": config.lora_alpha or 2 * rank, "lora_dropout": 0.0,
+        attach(model, dict.fromkeys(sum(picked.values(), [])), {
+            "peft_type": "LORA", "base_model_name_or_path": base or f"{config.out}/base",
+            "target_modules": list(picked), "r": rank, "lora_alpha": config.lora_alpha or 2 * rank,
             "fan_in_fan_out": any(isinstance(m, Conv1D) for m in layers.values())})
     elif (found["r"] != rank or config.lora_alpha not in (0, found["lora_alpha"])
           or targets and set(targets) != set(found["target_modules"])):
@@ -143,36 +145,31 @@ def read(path):
     if not file.exists():
         return None
     try:
-        config = dict(json.loads(file.read_text()))
-        base = config["base_model_name_or_path"]
-        if not (Path(base) / file.name).exists():  # its base is no adapter
-            return {"task_type": "CAUSAL_LM"} | config
+        config = json.loads(file.read_text())
+        Path(config["base_model_name_or_path"])
     except (ValueError, TypeError, KeyError):
-        pass
-    raise UserError(f"{file} is damaged, or names no model as its base")
+        raise UserError(f"{file} is damaged, or names no model as its base") from None
+    return {"task_type": "CAUSAL_LM"} | config
 
 
 def load(model, path, config):
     """Put the adapter of a folder onto its base. Every tensor of the file must have its place in
     the model, and the other way round. Returns the model."""
-    odd = [f"{k}={config[k]}" for k, v in PLAIN.items() if (config.get(k) or v) != v]
-    odd += [k for k in ("alora_invocation_tokens", "use_qalora") if config.get(k)]
-    if config.get("init_lora_weights", True) not in (True, False, None, "gaussian"):
-        odd += ["init_lora_weights"]  # it changed the base
-    if odd:
+    if odd := [f"{option}={config[option]}" for option, fine in COMPUTED.items()
+               if config.get(option) and config[option] not in fine]:
         raise UserError(f"{path}: nanorlhf does not compute {', '.join(odd)}; merge it with PEFT")
-    file, end = Path(path) / "adapter_model.safetensors", ".lora_A.weight"
+    file = Path(path) / "adapter_model.safetensors"
     if not file.exists():
         raise UserError(f"{path} has an adapter_config.json, but no {file.name}")
     with safe_open(file, "pt") as opened:
         weights = {key: opened.get_tensor(key) for key in opened.keys()}
-        scale = {k: float(v) for k, v in (opened.metadata() or {}).items() if k in SCALE}
-    model.config.update(scale)
-    names = {k.removeprefix(PREFIX).removesuffix(end) for k in weights if k.endswith(end)}
-    attach(model, sorted(names & linear_layers(model).keys()), config)
+        metadata = opened.metadata() or {}
+    model.config.update({key: float(metadata[key]) for key in SCALE if key in metadata})
+    attach(model, [name for name in linear_layers(model)
+                   if f"{PREFIX}{name}.lora_A.weight" in weights], config)
     places = trained(model)
     shapes = {key: getattr(*place).shape for key, place in places.items()}
-    if not names or shapes != {key: weight.shape for key, weight in weights.items()}:
+    if not weights or shapes != {key: weight.shape for key, weight in weights.items()}:
         raise UserError(f"the adapter {path} does not fit {config['base_model_name_or_path']}")
     for key, (module, leaf) in places.items():
         getattr(module, leaf).data = weights[key].float()

@@ -14,6 +14,8 @@ import runpy
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
+
 from nanorlhf import toy
 from nanorlhf.utils import UserError
 
@@ -119,39 +121,20 @@ BUILT_IN = {"math": math_reward, "format": format_reward, "toy": toy.gold_reward
 
 def readable(reward):
     """A test of columns: can the row be judged? Math needs a readable gold answer. None: always."""
-    if math_reward in getattr(reward, "parts", [reward]):
+    if reward is math_reward:
         return lambda columns: read_gold(columns.get("answer")) is not None
 
 
-def load_reward(spec):
-    """The reward that `spec` names: "math", "my_file.py:my_function" or "math+format*0.2".
-
-    A sum is None where any part of it is: a row is judged in full or not at all. Paths may hold
-    neither + nor *. What the user's own file raises is left as it is."""
-    if "+" not in spec and "*" not in spec:
-        return _find(spec)
-    terms = [re.fullmatch(r"\s*(.*?)\s*(?:\*\s*(-?\d*\.?\d+)\s*)?", t) for t in spec.split("+")]
-    parts = [(_find(term[1]), float(term[2] or 1)) for term in terms]
-
-    def weighted_sum(prompts, completions, **columns):
-        scores = [call_reward(reward, prompts, completions, **columns) for reward, _ in parts]
-        return [None if None in row else sum(w * x for (_, w), x in zip(parts, row, strict=True))
-                for row in zip(*scores, strict=True)]
-    weighted_sum.parts = [reward for reward, _ in parts]
-    return weighted_sum
-
-
-def _find(name):
+def load_reward(name):
+    """The reward of this name: a built-in one or "my_file.py:my_function"; what a user's own file
+    raises is left as it is."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     path, _, function = name.rpartition(":")
-    if not Path(path).is_file():
-        missing = f"no file {path}" if path else f"no reward {name!r}"
-        raise UserError(f"{missing}; --reward is {', '.join(BUILT_IN)} or path/file.py:function")
-    reward = runpy.run_path(path, run_name="user_reward").get(function)
-    if not callable(reward):
-        raise UserError(f"reward {name!r}: no function {function!r} in {path}; mend the name")
-    return reward
+    own = runpy.run_path(path, run_name="user_reward") if Path(path).is_file() else {}
+    if not callable(own.get(function)):
+        raise UserError(f"no reward {name!r}; give {', '.join(BUILT_IN)} or path/file.py:function")
+    return own[function]
 
 
 def call_reward(reward, prompts, completions, /, **columns):
@@ -165,10 +148,9 @@ def call_reward(reward, prompts, completions, /, **columns):
                         "a reward takes those it does not use by **_)") from None
     scores = reward(prompts, completions, **columns)
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
-    if not isinstance(scores, (list, tuple)) or len(scores) != len(completions):
+    try:
+        numbers = np.array(scores, dtype=float).reshape(len(completions)).tolist()  # None: NaN
+    except (TypeError, ValueError):
         raise UserError(f"reward {name} must return a list of {len(completions)} numbers or None, "
-                        f"one for each completion; got {scores!r:.80}")
-    scores = [x.tolist() if hasattr(x, "tolist") else x for x in scores]
-    if wrong := [x for x in scores if not isinstance(x, (int, float, type(None)))]:
-        raise UserError(f"reward {name} must return numbers or None; got {wrong[0]!r:.80}")
-    return [None if x is None or not math.isfinite(x) else float(x) for x in scores]
+                        f"one for each completion; got {scores!r:.80}") from None
+    return [x if math.isfinite(x) else None for x in numbers]

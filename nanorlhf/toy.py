@@ -19,8 +19,6 @@ import math
 import random
 import re
 import zlib
-from collections import namedtuple
-from itertools import count
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -34,10 +32,7 @@ TEMPLATE = ("{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end
             "{{ '<|assistant|>' if add_generation_prompt else '' }}")
 HELD_OUT_SHARE = 10  # percent of all questions
 BY_HEART = 1000  # sums whose answer the demonstrators know
-# Digits of every number, how many numbers, and whether half of the questions take the second from
-# the first. More digits or terms: harder to guess, longer to work.
-Grade = namedtuple("Grade", "digits terms subtract", defaults=(4, 2, False))
-USUAL = Grade()
+GRADE = "4x2"  # four digits, two terms; more of either: harder to guess, longer to work
 ANNOTATOR_SCALE = 3.0  # Bradley-Terry: P(a over b) = sigmoid(scale * (gold_a - gold_b))
 
 
@@ -53,33 +48,16 @@ def tokenizer():
         clean_up_tokenization_spaces=False)
 
 
-def new_model(seed=0, hidden=96, layers=3):
+def new_model(seed=0):
     """A Llama-shaped model of 0.37 million weights, fresh."""
     config = LlamaConfig(
-        vocab_size=len(SPECIAL) + len(CHARACTERS), hidden_size=hidden, intermediate_size=3 * hidden,
-        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=len(SPECIAL) + len(CHARACTERS), hidden_size=96, intermediate_size=288,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
         max_position_embeddings=512, tie_word_embeddings=True, initializer_range=0.06,
         pad_token_id=0, bos_token_id=None, eos_token_id=2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
-
-
-def parse_grade(text):
-    """"4x2" -> four digits, two terms; a "-" behind it also subtracts."""
-    match = re.fullmatch(r"([1-9])x([2-9])(-?)", text)
-    if not match:
-        raise UserError(f"--toy_grade {text} must be digits x terms: 4x2, or 4x2- to subtract")
-    return Grade(int(match[1]), int(match[2]), bool(match[3]))
-
-
-def question(rng, grade):
-    low, high = 10 ** (grade.digits - 1), 10**grade.digits
-    numbers = [rng.randrange(low, high) for _ in range(grade.terms)]
-    if grade.subtract and grade.terms == 2 and rng.random() < 0.5:
-        numbers.sort(reverse=True)
-        return f"{numbers[0]}-{numbers[1]}="
-    return "+".join(map(str, numbers)) + "="
 
 
 def solve(text):
@@ -108,21 +86,23 @@ def held_out(text):
     return zlib.crc32(text.encode()) % 100 < HELD_OUT_SHARE
 
 
-def questions(n, seed=0, split="train", grade=USUAL):
-    """n texts of the split, without repeats as long as the grade has enough of them."""
+def questions(n, seed=0, split="train", grade=GRADE):
+    """n different texts of the split. A "-" behind the grade: half of them are differences."""
+    match = re.fullmatch(r"([1-9])x([2-9])(-?)", grade)
+    if not match:
+        raise UserError(f"--toy_grade {grade} must be digits x terms: 4x2, or 4x2- to subtract")
+    digits, terms, subtract = int(match[1]), int(match[2]), bool(match[3])
     rng, texts = random.Random(f"{split}-{seed}"), {}
-    found = 0  # how many there were 100,000 tries ago
-    for tries in count(1):
+    for _ in range(100_000 + 100 * n):  # tries enough to meet nearly all that there are
         if len(texts) == n:
             return list(texts)
-        if tries % 100_000 == 0:
-            if len(texts) == found:
-                break
-            found = len(texts)
-        text = question(rng, grade)
+        numbers = [rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(terms)]
+        text = "+".join(map(str, numbers)) + "="
+        if subtract and rng.random() < 0.5:
+            text = f"{max(numbers)}-{min(numbers)}="
         if held_out(text) == (split == "eval"):
             texts[text] = None
-    raise UserError(f"{grade} has no {n} different questions; ask for fewer rows or harder sums")
+    raise UserError(f"--toy_grade {grade} has no {n} different questions; give a harder one")
 
 
 FORM = re.compile(r"(\d+([+-]\d+)+=-?\d+ )*#### (-?\d+)")
@@ -147,12 +127,11 @@ def gold_reward(prompts, completions, finish_reasons=None, **_):
 
 
 def bare(prompt):
-    """The question in a rendered prompt, a message list, or itself; "" if there is none."""
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-    return (re.findall(r"\d+(?:[+-]\d+)+=", text) or [""])[-1]
+    """The last question in a prompt; "" if there is none."""
+    return (re.findall(r"\d+(?:[+-]\d+)+=", prompt) or [""])[-1]
 
 
-def demonstrations(n, seed=0, split="train", grade=USUAL, worked_share=0.5):
+def demonstrations(n, seed=0, split="train", grade=GRADE, worked_share=0.5):
     """SFT rows {prompt, completion, answer}: `worked_share` of them worked, the others guessed.
 
     The guesses are right, being of sums that the demonstrators know by heart, always the same ones.
@@ -164,7 +143,7 @@ def demonstrations(n, seed=0, split="train", grade=USUAL, worked_share=0.5):
     return [{"prompt": q, "completion": habit(q), "answer": str(solve(q))} for q, habit in asked]
 
 
-def prompts(n, seed=0, split="train", grade=USUAL):
+def prompts(n, seed=0, split="train", grade=GRADE):
     """RL rows {prompt, answer}."""
     return [{"prompt": q, "answer": str(solve(q))} for q in questions(n, seed, split, grade)]
 
@@ -193,7 +172,7 @@ def answers_to(texts, sampler, samples, rng):
     return [done[i: i + samples] for i in range(0, len(done), samples)]
 
 
-def pairs(n, seed=0, split="train", grade=USUAL, sampler=None, samples=8, noise=True):
+def pairs(n, seed=0, split="train", grade=GRADE, sampler=None, samples=8, noise=True):
     """Preference rows {prompt, chosen, rejected} drawn by a Bradley-Terry annotator.
 
     With a `sampler` both answers are the model's own (on-policy), else they come from `pool`. The

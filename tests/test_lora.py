@@ -351,7 +351,7 @@ def test_names_that_hold_weight_or_lora_are_no_trap(tmp_path):
             self.config = {}
 
     torch.manual_seed(0)
-    record = lora.PLAIN | {"r": 2, "lora_alpha": 2, "base_model_name_or_path": "x"}
+    record = {"r": 2, "lora_alpha": 2, "base_model_name_or_path": "x"}
     model = Model()
     lora.attach(model, [n for n in lora.linear_layers(model) if n.startswith("model.")], record)
     assert lora.PREFIX + "model.weight.lora_A.weight" in lora.trained(shaken(model))
@@ -413,7 +413,6 @@ def test_merge_refuses(flags, words, base, tmp_path):
     ({"init_lora_weights": "pissa"}, "init_lora_weights"), ({"use_qalora": True}, "use_qalora"),
     ({"alora_invocation_tokens": [3]}, "alora"),
     ({"base_model_name_or_path": None}, "names no model"),
-    ({"base_model_name_or_path": "SELF"}, "names no model"),
     ({"base_model_name_or_path": "./gone"}, "is an adapter, and its base is missing")])
 def test_adapters_that_would_be_computed_wrongly_are_refused(change, message, base, tmp_path):
     model, tokenizer = adapted(base())
@@ -422,7 +421,6 @@ def test_adapters_that_would_be_computed_wrongly_are_refused(change, message, ba
     lora.save(model, folder)
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "adapter_config.json").read_text())
-    change = {key: str(folder) if value == "SELF" else value for key, value in change.items()}
     (folder / "adapter_config.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=message):
         load_policy(str(folder))

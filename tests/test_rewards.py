@@ -285,8 +285,8 @@ def test_scores_become_floats_or_none(scores):
 
 
 @pytest.mark.parametrize("scores", [
-    [1, 0], [1] * 4, [], None, 1.0, "abc", ["1", "0", "1"], [1, 0, [1]], {1: 1, 2: 1, 3: 1},
-    torch.zeros(3, 1), torch.tensor(1.0), np.zeros((3, 2)), [1, 0, "x"], [1, 0, 1j],
+    [1, 0], [1] * 4, [], None, 1.0, "abc", [1, 0, [1]], {1: 1, 2: 1, 3: 1},
+    torch.tensor(1.0), np.zeros((3, 2)), [1, 0, "x"], [1, 0, 1j],
 ])
 def test_bad_scores_name_the_reward(scores):
     with pytest.raises(UserError, match="my_reward") as error:
@@ -364,19 +364,9 @@ def test_own_file(own, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("spec", [
     "nope", "", "math.py", "nope.py:length", "{own}:nope", "{own}:number", "{own}:", "{own}",
-    "math+nope", "math*x", "math+", ":f", "{dir}:f", "*2", "math**2",
+    ":f", "{dir}:f", "math+format",
 ])
 def test_what_cannot_be_loaded_is_one_clear_line(spec, own):
     with pytest.raises(UserError, match="reward") as error:
         load_reward(spec.format(own=own, dir=own.parent))
     assert "\n" not in str(error.value)
-
-
-def test_weighted_sum(own):
-    fn = load_reward(f"math * 2 + format*0.25+{own}:length*-.5")
-    texts = ["#### 1", "2", "#### 2", ""]
-    scores = call_reward(fn, ["q"] * 4, texts, answer=["1", "2", None, "3"])
-    assert scores == [2 + 0.25 - 3, 2 - 0.5, None, None]  # no gold; the length abstains
-    assert load_reward("format*0.5")(["q"], ["#### 1"]) == [0.5]
-    with pytest.raises(UserError, match="math_reward"):
-        call_reward(fn, ["q"], ["c"])

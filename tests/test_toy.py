@@ -8,15 +8,16 @@ import pytest
 
 from nanorlhf import toy
 from nanorlhf.data import encode
-from nanorlhf.toy import Grade, bare, gold_reward, gold_score, guess, is_worked, parse_grade, solve
-from nanorlhf.toy import held_out, questions, work
+from nanorlhf.toy import (
+    bare, gold_reward, gold_score, guess, held_out, is_worked, questions, solve, work,
+)
 from nanorlhf.utils import UserError
 
 GRADES = ["3x2", "4x2", "4x2-", "2x3", "5x4"]
 
 
 def texts(grade, n=200):
-    return questions(n, grade=parse_grade(grade))
+    return questions(n, grade=grade)
 
 
 @pytest.mark.parametrize("grade", GRADES)
@@ -50,7 +51,7 @@ def test_a_worked_answer_by_hand():
 def test_every_slip_makes_the_answer_wrong(grade):
     rng = random.Random(0)
     for text in texts(grade, 50):
-        for slip in range(parse_grade(grade).digits):
+        for slip in range(int(grade[0])):
             answer = work(text, slip, rng)
             assert toy.FORM.fullmatch(answer)  # looks like any other
             assert int(answer.split("#### ")[1]) != solve(text)
@@ -87,7 +88,7 @@ def test_gold_score_is_exact(answer, stopped, score):
 def test_gold_reward_reads_prompts_of_every_kind_and_who_stopped():
     rendered = toy.tokenizer().apply_chat_template([{"role": "user", "content": "1+2="}],
                                                    tokenize=False, add_generation_prompt=True)
-    prompts = ["1+2=", rendered, [{"role": "user", "content": "1+2="}], "1+2="]
+    prompts = ["1+2=", rendered, "user: 1+1=\nassistant: #### 2\nuser: 1+2=", "1+2="]
     assert {bare(prompt) for prompt in prompts} == {"1+2="}
     reasons = ["stop", "stop", "stop", "length"]
     assert gold_reward(prompts, ["#### 3"] * 4, finish_reasons=reasons) == [1, 1, 1, 0]
@@ -138,15 +139,15 @@ def test_the_annotator_errs_as_bradley_and_terry_say():
 
 
 def test_grades():
-    assert parse_grade("4x2") == Grade(4, 2, False) and parse_grade("3x2-").subtract
     for text in ("", "4", "0x2", "4x1", "x", "4x2+", "44x2"):
         with pytest.raises(UserError, match="toy_grade"):
-            parse_grade(text)
-    assert all(re.fullmatch(r"\d{3}\+\d{3}\+\d{3}=", t) for t in questions(20, grade=Grade(3, 3)))
+            questions(1, grade=text)
+    assert all(re.fullmatch(r"\d{4}\+\d{4}=", t) for t in questions(20))
+    assert all(re.fullmatch(r"\d{3}\+\d{3}\+\d{3}=", t) for t in questions(20, grade="3x3"))
     signs = [("-" in t) for t in texts("4x2-")]
     assert 0.3 < sum(signs) / len(signs) < 0.7
     with pytest.raises(ValueError, match="100 different questions"):
-        questions(100, grade=Grade(1, 2))
+        questions(100, grade="1x2")
 
 
 # --- tokenizer and model --------------------------------------------------------------------------
