@@ -163,7 +163,8 @@ def attention(module, query, key, value, attention_mask=None, scaling=None, layo
         raise ValueError(f"{name} was called without a layout: it drops keywords on the way to its "
                          "attention, so this model family is not supported")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, heads, D)
+    # Under autocast the rotation leaves fp32, but values, and so all, are in the lower precision.
+    query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     if layout.cache is not None:
         layout.cache.write(module.layer_idx, layout.slots, key, value)
     outputs = []

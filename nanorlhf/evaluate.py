@@ -22,7 +22,7 @@ from nanorlhf.model import (eos_ids, is_scorer, load_policy, load_reference, loa
                             load_scorer, sequence_scores)
 from nanorlhf.rollout import lay_out, mean, model_scores, right_answers, score_tokens
 from nanorlhf.sampler import Sampler, SamplingParams
-from nanorlhf.utils import clean, flag, main, writable
+from nanorlhf.utils import DTYPES, clean, flag, main, writable
 
 
 def pass_at_k(n, right, k):
@@ -130,6 +130,8 @@ class Config:
     prompt: str = flag("", "with a reward model: score one --response to this prompt")
     response: str = flag("", "the response that belongs to --prompt")
     seed: int = flag(0, "seed of sampling")
+    dtype: str = flag("fp32", "precision of sampling; auto: the best of the device",
+                      choices=(*DTYPES, "auto"))
     device: str = flag("auto", "cuda or cpu")
     out: str = flag("-", "also write the numbers into this JSON file; -: only print")
 
@@ -154,7 +156,8 @@ def evaluate_policy(cfg):
     prompts = data.encode_prompts(rows[: cfg.limit], tokenizer, cfg.max_len)
     params = SamplingParams(n=cfg.n, temperature=cfg.temperature, seed=cfg.seed,
                             max_new_tokens=cfg.max_new_tokens)
-    metrics, completions, right = answer(Sampler(model, tokenizer), prompts, params, embedded)
+    sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
+    metrics, completions, right = answer(sampler, prompts, params, embedded)
     batch = lay_out(completions, cfg.device)
     if cfg.base:
         base = load_reference(cfg.base, model, tokenizer, cfg.device)

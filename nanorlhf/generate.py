@@ -16,7 +16,7 @@ from tqdm import tqdm
 from nanorlhf import data
 from nanorlhf.model import load_policy
 from nanorlhf.sampler import Sampler, SamplingParams
-from nanorlhf.utils import UserError, flag, main, writable
+from nanorlhf.utils import DTYPES, UserError, flag, main, writable
 
 
 @dataclass
@@ -35,6 +35,8 @@ class Config:
     max_new_tokens: int = flag(256, "longest answer")
     max_len: int = flag(4096, "longest prompt in tokens")
     seed: int = flag(0, "seed of sampling")
+    dtype: str = flag("auto", "precision of sampling; auto: the best of the device",
+                      choices=(*DTYPES, "auto"))
     device: str = flag("auto", "cuda or cpu")
     out: str = flag("-", "write answers as JSON lines into this file; -: print them")
 
@@ -47,7 +49,7 @@ def generate(cfg):
         n=cfg.n, temperature=cfg.temperature, top_k=cfg.top_k, top_p=cfg.top_p, min_p=cfg.min_p,
         repetition_penalty=cfg.repetition_penalty, max_new_tokens=cfg.max_new_tokens, seed=cfg.seed)
     rows = read_prompts(cfg)
-    sampler = Sampler(*load_policy(cfg.model, cfg.device))
+    sampler = Sampler(*load_policy(cfg.model, cfg.device), dtype=DTYPES[cfg.dtype])
     opening = [{"role": "system", "content": cfg.system}] if cfg.system else []
     if cfg.interactive:
         return converse(sampler, params, opening)

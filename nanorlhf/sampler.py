@@ -30,7 +30,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import nn
 from tqdm.auto import tqdm
+from transformers.pytorch_utils import Conv1D
 
 from nanorlhf.attention import paged_layout
 from nanorlhf.cache import BlockManager, PagedKVCache
@@ -256,9 +258,10 @@ class Sampler:
     block_size: tokens per cache block. max_seqs: samples that run at once. num_blocks: size of the
         cache, by default 2 GB (CPU) or half of what is free (GPU); no more is taken than is needed.
     max_prefill_tokens: prompt tokens in one pass, beside the one of each sample that decodes.
-    dtype: if it differs from the model's, a copy in this dtype is sampled from, and `sync()` must
-        be called after the weights changed. Otherwise the sampler runs the very model object, and
-        puts its training mode and attention back after a call.
+    dtype: if it differs from the model's, the sampler runs a copy as training does, by autocast:
+        the matrices are copied in this dtype, and `sync()` must be called after they changed; all
+        else is shared. Otherwise it runs the very model object, and puts its training mode and
+        attention back after a call.
 
     `stats` of the last call: tokens, seconds, tokens_per_s; steps (passes), mean_batch (tokens in a
     step); refused, preemptions; num_blocks, blocks_used (after each step), peak_blocks, blocks_left
@@ -270,11 +273,13 @@ class Sampler:
                  max_prefill_tokens=4096, dtype=None):
         if min(block_size, max_seqs, max_prefill_tokens) < 1:
             raise UserError("block_size, max_seqs and max_prefill_tokens must be at least 1")
-        self.source = self.model = model
-        if dtype not in (None, model.dtype):
-            self.model = deepcopy(model).requires_grad_(False)
-            for weight in self.model.parameters():  # not .to(dtype): rotary buffers must stay fp32
-                weight.data = weight.data.to(dtype)
+        self.source, self.model, self.dtype = model, model, dtype or model.dtype
+        if self.dtype != model.dtype:
+            self.model = deepcopy(model, {id(w): w for w in model.parameters()})
+            for linear in [m for m in self.model.modules() if isinstance(m, (nn.Linear, Conv1D))]:
+                for name, weight in linear.named_parameters():
+                    if weight.is_floating_point():  # not the 4-bit ones of QLoRA
+                        setattr(linear, name, nn.Parameter(weight.detach().to(dtype), False))
         self.tokenizer, self.config = tokenizer, model.config.get_text_config()
         self.block_size, self.max_seqs, self.num_blocks = block_size, max_seqs, num_blocks
         self.max_prefill_tokens, self.stats = max_prefill_tokens, {}
@@ -282,10 +287,10 @@ class Sampler:
     @torch.no_grad()
     def sync(self):
         """Refresh the low-precision copy from the model; nothing to do when there is none."""
-        if self.model is not self.source:
-            fresh = self.source.state_dict()
-            for name, tensor in self.model.state_dict().items():
-                tensor.copy_(fresh[name])
+        fresh = dict(self.source.named_parameters(remove_duplicate=False))
+        for name, weight in self.model.named_parameters(remove_duplicate=False):
+            if weight is not fresh[name]:
+                weight.copy_(fresh[name])
 
     @torch.no_grad()  # not inference_mode: what it touches could never meet autograd again
     def generate(self, prompts, params=None, progress=False):
@@ -305,7 +310,9 @@ class Sampler:
         most = self.num_blocks or self._affordable_blocks()
         groups = [self._group(*request, most)
                   for request in zip(range(len(prompts)), prompts, params, strict=True)]
-        with evaluating(self.model):
+        lower = torch.autocast(self.model.device.type, self.dtype,
+                               enabled=self.model is not self.source)
+        with evaluating(self.model), lower:
             self._run(groups, most, progress)
         return [self._completion(s) for group in groups for s in group]
 
@@ -352,7 +359,7 @@ class Sampler:
         if device.type == "cuda":
             unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             budget = int(CUDA_CACHE_SHARE * (torch.cuda.mem_get_info(device)[0] + unused))
-        return budget // (numbers * self.model.dtype.itemsize * self.block_size)
+        return budget // (numbers * self.dtype.itemsize * self.block_size)
 
     def _run(self, groups, most_blocks, progress):
         """All passes of a call, until every sequence has its tokens."""
