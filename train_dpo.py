@@ -58,8 +58,8 @@ def train(cfg):
     run = Run(cfg)
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
-    model, tokenizer = load_policy(cfg.model, cfg.device)
-    lora.adapt(model, cfg)  # --lora_rank
+    model, tokenizer = load_policy(cfg.model)
+    lora.adapt(model, cfg)  # --lora_rank, --device
     data.set_template(tokenizer, cfg.chat_template)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
     train_rows, eval_rows = data.train_and_eval_rows(cfg, toy.pairs, sampler=sampler)

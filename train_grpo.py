@@ -38,6 +38,7 @@ AGGREGATION = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant"}
 @dataclass
 class Config(Common):
     ref_model: str = flag("", "frozen reference for the KL; empty: the start model")
+    offload: bool = flag(False, "frozen models wait on the CPU while they are not asked (not LoRA)")
     out: str = flag("runs/grpo", "run folder that is written")
     lr: float = flag(5e-4, "peak learning rate; 1e-6 for a real model")
     batch_size: int = flag(32, "prompts of one iteration")
@@ -72,14 +73,15 @@ def train(cfg):
     run = Run(cfg)
 
     # --- data and reward ---
-    model, tokenizer = load_policy(cfg.model, cfg.device)
-    lora.adapt(model, cfg)  # --lora_rank
-    reward = (load_reward_model(cfg.reward_model, tokenizer, cfg.device) if cfg.reward_model
+    model, tokenizer = load_policy(cfg.model)
+    lora.adapt(model, cfg)  # --lora_rank, --device
+    idle = "cpu" if cfg.offload and not cfg.lora_rank else cfg.device  # of the frozen models
+    reward = (load_reward_model(cfg.reward_model, tokenizer, idle) if cfg.reward_model
               else load_reward(cfg.reward or ("toy" if cfg.data == "toy" else "math")))
     prompts, held_out = rl_prompts(cfg, model, tokenizer, reward)
 
     # --- models: the policy, its sampler over the same tensors, the frozen reference ---
-    reference = (load_reference(cfg.ref_model, model, tokenizer, cfg.device) if cfg.kl_coef
+    reference = (load_reference(cfg.ref_model, model, tokenizer, idle) if cfg.kl_coef
                  else None)
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])

@@ -41,6 +41,7 @@ class Config(Common):
     ref_model: str = flag("", "frozen reference; empty: the start model")
     reward_model: str = flag("runs/rm", "reward model; the critic starts from it too")
     reward: str = flag("", "a function instead of the reward model: toy, math, file.py:name")
+    offload: bool = flag(False, "frozen models wait on the CPU while they are not asked (not LoRA)")
     out: str = flag("runs/ppo", "run folder that is written")
     lr: float = flag(3e-4, "peak learning rate of the policy; 1e-6 for a real model")
     critic_lr: float = flag(5e-4, "peak learning rate of the critic; 1e-5 for a real model")
@@ -76,18 +77,19 @@ def train(cfg):
     run = Run(cfg)
 
     # --- data and reward ---
-    model, tokenizer = load_policy(cfg.model, cfg.device)
-    lora.adapt(model, cfg)  # --lora_rank
+    model, tokenizer = load_policy(cfg.model)
+    lora.adapt(model, cfg)  # --lora_rank, --device
+    idle = "cpu" if cfg.offload and not cfg.lora_rank else cfg.device  # of the frozen models
     reward = load_reward(cfg.reward) if cfg.reward else None
     prompts, held_out = rl_prompts(cfg, model, tokenizer, reward)
 
     # --- the four models, and the sampler over the policy's own tensors ---
-    reference = load_reference(cfg.ref_model, model, tokenizer, cfg.device)
+    reference = load_reference(cfg.ref_model, model, tokenizer, idle)
     if reward is None:
-        reward = load_reward_model(cfg.reward_model, tokenizer, cfg.device)
+        reward = load_reward_model(cfg.reward_model, tokenizer, idle)
         critic = lora.twin(reward) if cfg.lora_rank else copy.deepcopy(reward)
     else:
-        critic, _ = load_scorer(cfg.model, cfg.device)  # the policy's trunk under a head of zeros
+        critic, _ = load_scorer(cfg.model)  # the policy's trunk under a head of zeros
     lora.adapt(critic, cfg)
     optimizer, scaler = trainable(model, cfg.lr, cfg)
     critic_optimizer, critic_scaler = trainable(critic, cfg.critic_lr, cfg)

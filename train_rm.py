@@ -41,8 +41,8 @@ def train(cfg):
     run = Run(cfg)
 
     # --- data: on the embedded world both answers are the start model's own (on-policy) ---
-    scorer, tokenizer = load_scorer(cfg.model, cfg.device)
-    lora.adapt(scorer, cfg)  # --lora_rank
+    scorer, tokenizer = load_scorer(cfg.model)
+    lora.adapt(scorer, cfg)  # --lora_rank, --device
     data.set_template(tokenizer, cfg.chat_template)
     sampler = Sampler(*load_policy(cfg.model, cfg.device)) if cfg.data == "toy" else None
     train_rows, eval_rows = data.train_and_eval_rows(cfg, toy.pairs, sampler=sampler)

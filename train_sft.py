@@ -44,8 +44,8 @@ def train(cfg):
     run = Run(cfg)
 
     # --- data: rows become token ids and masks, once ---
-    model, tokenizer = load_policy(cfg.model, cfg.device, cfg.seed)
-    lora.adapt(model, cfg)  # --lora_rank
+    model, tokenizer = load_policy(cfg.model, seed=cfg.seed)
+    lora.adapt(model, cfg)  # --lora_rank, --device
     data.set_template(tokenizer, cfg.chat_template)
     train_rows, eval_rows = data.train_and_eval_rows(cfg, toy.demonstrations)
     max_len, ends = longest(model, cfg.max_len), eos_ids(model, tokenizer)

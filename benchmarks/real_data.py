@@ -46,8 +46,10 @@ STAGES = {  # run: (script and flags, the metric that tells)
     "sft_sums": ("train_sft.py --data {work}/sums.jsonl --eval_data {work}/sums_eval.jsonl "
                  "--max_new_tokens 12 --lr 2e-5 --epochs 6 --batch_size 16 --eval_every 15",
                  "accuracy"),
-    "grpo": (f"train_grpo.py {RL} --lr 2e-5 --batch_size 8 --group_size 8 --max_steps 60", "eval_accuracy"),
-    "ppo": (f"train_ppo.py {RL} --lr 5e-6 --batch_size 32 --critic_lr 2e-5 --max_steps 60", "eval_accuracy"),
+    "grpo": (f"train_grpo.py {RL} --lr 1e-5 --batch_size 16 --group_size 8 --max_steps 40",
+             "eval_accuracy"),
+    "ppo": (f"train_ppo.py {RL} --lr 5e-6 --critic_lr 2e-5 --batch_size 32 --max_steps 60",
+            "eval_accuracy"),
 }
 
 
@@ -105,9 +107,9 @@ def report(runs, work):
     from nanorlhf.report import curves
     found = {name: read(work / name, metric) for name, (_, metric) in runs.items()}
     machine = {"machine": platform.machine(), "cores": os.cpu_count(), "dtype": "fp32"}
-    (RESULTS / "real_data.json").write_text(json.dumps(
-        machine | {name: {"command": runs[name][0], "metric": runs[name][1], "values": values} | cost
-                   for name, (values, cost) in found.items()}, indent=1) + "\n")
+    numbers = {name: cost | dict(zip(("command", "metric"), runs[name])) | {"values": values}
+               for name, (values, cost) in found.items()}
+    (RESULTS / "real_data.json").write_text(json.dumps(machine | numbers, indent=1) + "\n")
     lines = ["SmolLM2-135M-Instruct (de-quantised copy), CPU, fp32. Command lines: real_data.json.",
              "", "| run | metric | first (step) | last (step) | minutes | threads | peak GB |",
              "|---|---|---|---|---|---|---|"]

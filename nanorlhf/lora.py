@@ -19,6 +19,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from nanorlhf.utils import UserError, flag, main
+from nanorlhf.utils import DTYPES, UserError, flag, main
 
 PREFIX = "base_model.model."  # before every name in PEFT's file
 # What PEFT would compute otherwise than we, or with another base: {option: values that are fine}.
@@ -67,6 +68,18 @@ def attach(model, names, config):
     model.lora_config = config
 
 
+def quantise(linear, config):
+    """Keep a frozen matrix as 4-bit NormalFloats (Dettmers et al. 2023, "QLoRA", section 3). Its
+    products are computed in --dtype. Copies of the model share it: they copy no function."""
+    import bitsandbytes as bnb
+    where = config.device, DTYPES[config.dtype]
+    weight, state = bnb.functional.quantize_4bit(matrix(linear).detach().to(*where),
+                                                 compress_statistics=True, quant_type="nf4")
+    bias = None if linear.bias is None else linear.bias.detach().to(*where)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.forward = lambda x: bnb.matmul_4bit(x.to(where[1]), weight.t(), state, bias=bias)
+
+
 def trained(model):
     """{name in PEFT's file: (module, attribute)}: the adapters, and a reward model's head."""
     found = {f"{PREFIX}{name}.{leaf}.weight": (module, leaf)
@@ -78,16 +91,18 @@ def trained(model):
 
 def adapt(model, config):
     """Decide by --lora_rank what is trained: all, or adapters, fresh ones or those that the model
-    came with, and the score head. Never a tensor that another model shares. Returns the model."""
+    came with, and the score head. Never a tensor that another model shares. Returns the model, on
+    --device."""
     found, rank = getattr(model, "lora_config", None), config.lora_rank
-    if not rank and (config.lora_alpha or config.lora_targets):
-        raise UserError("--lora_alpha and --lora_targets need a --lora_rank above 0")
+    if not rank and (config.lora_alpha or config.lora_targets or config.load_in_4bit):
+        raise UserError("--lora_alpha, --lora_targets, --load_in_4bit need a --lora_rank above 0")
     if not rank:
-        return merge(model).requires_grad_(True)
+        return merge(model).requires_grad_(True).to(config.device)
     base = found["base_model_name_or_path"] if found else model.name_or_path  # "": a toy
     if base and Path(config.out).resolve() in (Path(base).resolve(), *Path(base).resolve().parents):
         raise UserError(f"--out {config.out} would overwrite the base; give another folder")
     targets = re.findall(r"[^\s,]+", config.lora_targets)
+    four_bit = config.load_in_4bit and any(weight.requires_grad for weight in model.parameters())
     if not found:
         layers = linear_layers(model)
         leaves = sorted({name.rpartition(".")[2] for name in layers})
@@ -109,7 +124,13 @@ def adapt(model, config):
         setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().clone()))
     learn, total = model.num_parameters(only_trainable=True), model.num_parameters()
     print(f"LoRA: {learn:,} of {total:,} weights are trained ({learn / total:.2%})")
-    return model
+    if four_bit:  # not the critic that shares the frozen reward model's trunk
+        if not base or not config.device.startswith("cuda") or not find_spec("bitsandbytes"):
+            raise UserError("--load_in_4bit needs a --model from a folder or hub, a CUDA device "
+                            "and `pip install bitsandbytes`")
+        for linear in linear_layers(model).values():
+            quantise(linear, config)
+    return model.to(config.device)
 
 
 def twin(model):

@@ -10,6 +10,7 @@ same family with one output: its head is read at the last token (a score) or at 
 """
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -24,13 +25,12 @@ import nanorlhf.attention  # noqa: F401  registers the attention function
 from nanorlhf import logprob, lora, toy
 from nanorlhf.attention import packed_layout
 from nanorlhf.data import Batch
-from nanorlhf.utils import UserError
+from nanorlhf.utils import DTYPES, UserError
 
 transformers_logging.disable_progress_bar()  # the scripts show bars of their own
 transformers_logging.set_verbosity_error()  # what matters of its reports, load_weights raises
 PAD = "<|pad|>"
 RUNS = ("sft", "rm", "dpo", "ppo", "grpo")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_policy(path, device="cpu", seed=0):
@@ -99,9 +99,10 @@ def load_reward_model(path, tokenizer, device="cpu"):
 
 def load_reference(path, policy, tokenizer, device="cpu"):
     """The frozen reference: the model of a folder, or the policy as it is now if path is empty. A
-    copy, but of an adapted policy only the adapter is copied."""
+    copy, but of an adapted policy, on whose device it then stays, only the adapter is copied."""
     if not path:
-        return lora.twin(policy).requires_grad_(False).eval()
+        copy = lora.twin(policy).requires_grad_(False).eval()
+        return copy if getattr(policy, "lora_config", None) else copy.to(device)
     return freeze(path, *load_policy(path, device), tokenizer)
 
 
@@ -111,6 +112,17 @@ def freeze(path, model, own, tokenizer):
     if any(words.get(word) != i for word, i in tokenizer.get_vocab().items()):
         raise UserError(f"{path} has another vocabulary than the policy; take one of its family")
     return lora.merge(model).requires_grad_(False).eval()
+
+
+@contextmanager
+def visiting(model, device):
+    """A frozen model that waits on the CPU (--offload) is on the device while it is used."""
+    home = model.device
+    model.to(device)
+    try:
+        yield
+    finally:
+        model.to(home)
 
 
 def longest(model, max_len):

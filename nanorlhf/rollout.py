@@ -13,7 +13,8 @@ import torch
 
 from nanorlhf import data, toy
 from nanorlhf.losses import importance_weights, kl_estimate, token_weights
-from nanorlhf.model import autocast, longest, normalised, sequence_scores, token_logprobs
+from nanorlhf.model import (autocast, longest, normalised, sequence_scores, token_logprobs,
+                            visiting)
 from nanorlhf.rewards import call_reward, extract_answer, math_reward, readable
 from nanorlhf.sampler import SamplingParams
 from nanorlhf.utils import UserError, derive_seed, warn
@@ -137,14 +138,16 @@ def by_function(reward, prompts, completions):
 @torch.no_grad()
 def model_scores(scorer, rollout, micro_tokens):
     """(B,) normalised scores by a reward model, at the last sampled token, whatever that is."""
-    scores = torch.cat([sequence_scores(scorer, part) for part in rollout.split(micro_tokens)])
-    return normalised(scorer, scores)
+    with visiting(scorer, rollout.input_ids.device):
+        parts = [sequence_scores(scorer, part) for part in rollout.split(micro_tokens)]
+    return normalised(scorer, torch.cat(parts))
 
 
 @torch.no_grad()
 def score_tokens(model, batch, temperature, micro_tokens):
     """(N,) log-probs and (N,) entropies of a batch under a model, micro-batch by micro-batch."""
-    parts = [token_logprobs(model, part, temperature) for part in batch.split(micro_tokens)]
+    with visiting(model, batch.input_ids.device):
+        parts = [token_logprobs(model, part, temperature) for part in batch.split(micro_tokens)]
     return tuple(torch.cat(column) for column in zip(*parts))
 
 

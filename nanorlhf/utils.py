@@ -26,6 +26,9 @@ import transformers
 from tqdm import tqdm
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 class UserError(ValueError):
     """Something the user can mend; scripts print it as one line and exit with status 2."""
 
@@ -69,9 +72,11 @@ class Common:
     lora_rank: int = flag(0, "train adapters of this rank (give ten times the usual --lr); 0: all")
     lora_alpha: float = flag(0.0, "LoRA: the adapters are scaled by this / rank; 0: twice the rank")
     lora_targets: str = flag("", "LoRA: names of linear layers, such as q_proj,v_proj; empty: all")
+    load_in_4bit: bool = flag(False, "LoRA: the frozen matrices in 4 bits (QLoRA); needs a GPU and "
+                              "bitsandbytes")
     preset: str = flag("none", "sets flags for a memory; those given win", choices=PRESETS)
     dtype: str = flag("fp32", "compute precision, auto: the best of the device; master weights "
-                      "stay fp32", choices=("fp32", "bf16", "fp16", "auto"))
+                      "stay fp32", choices=(*DTYPES, "auto"))
     device: str = flag("auto", "cuda or cpu; auto takes a GPU when there is one")
     gradient_checkpointing: bool = flag(False, "recompute activations in backward: less memory")
     save_every: int = flag(50, "steps between checkpoints; 0: none")
@@ -246,7 +251,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 WRITTEN = (*LOGS, "args.json", "curves.png", "checkpoint", "adapter_*", "base", "config.json",
            "generation_config.json", "model*.safetensors*", "tokenizer*", "chat_template.jinja")
 HARMLESS = ("out", "resume", "overwrite", "save_every", "report_to", "device", "preset",
-            "micro_tokens", "gradient_checkpointing")  # a resume may change these flags
+            "micro_tokens", "gradient_checkpointing", "offload")  # a resume may change these flags
 
 
 class Run:

@@ -16,8 +16,8 @@ from nanorlhf import lora
 from nanorlhf.data import Batch
 from nanorlhf.losses import sft_loss
 from nanorlhf.model import (
-    load_policy, load_reference, load_reward_model, load_scorer, save_model, sequence_scores,
-    token_logprobs,
+    DTYPES, autocast, load_policy, load_reference, load_reward_model, load_scorer, save_model,
+    sequence_scores, token_logprobs,
 )
 from nanorlhf.rollout import lay_out
 from nanorlhf.sampler import Sampler, SamplingParams
@@ -31,7 +31,7 @@ SEVEN = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_p
 
 def flags(**changes):
     values = dict(lora_rank=4, lora_alpha=0.0, lora_targets="", out="out", weight_decay=0.0,
-                  gradient_checkpointing=False, device="cpu", dtype="fp32")
+                  gradient_checkpointing=False, device="cpu", dtype="fp32", load_in_4bit=False)
     return SimpleNamespace(**(values | changes))
 
 
@@ -312,7 +312,9 @@ def test_two_hundred_syncs_wear_nothing(dtype, base):
     assert all(torch.equal(w, frozen[n]) for n, w in model.named_parameters() if n in frozen)
     weights = dict(model.named_parameters())
     for name, weight in sampler.model.named_parameters():
-        assert torch.equal(weight, weights[name].to(dtype))
+        assert torch.equal(weight, weights[name].to(weight.dtype))
+        linear = "proj" in name or "lm_head" in name
+        assert weight.dtype == (dtype if linear else torch.float32), name
         assert name not in copied or torch.equal(weight, copied[name])
     assert max(gaps) <= (1e-4 if dtype == torch.float32 else 0.3), gaps
 
@@ -433,3 +435,85 @@ def test_targets_without_a_rank_are_refused(base):
     model, _ = load_policy(base())
     with pytest.raises(UserError, match="need a --lora_rank"):
         lora.adapt(model, flags(lora_rank=0, lora_targets="q_proj"))
+
+
+class Gpu(str):
+    """The CPU, taken for a GPU: bitsandbytes computes there, too, if slowly."""
+
+    def startswith(self, prefix):
+        return True
+
+
+@pytest.mark.parametrize("family, dtype", [("llama", "fp32"), ("qwen2", "bf16"), ("gpt2", "fp32")])
+def test_qlora_trains_adapters_on_a_frozen_4_bit_base(family, dtype, base, tmp_path):
+    bnb = pytest.importorskip("bitsandbytes")
+    four = flags(load_in_4bit=True, device=Gpu("cpu"), dtype=dtype)
+    # the oracle: the same numbers in full size
+    full, tokenizer = load_policy(base(family))
+    state = torch.random.get_rng_state()
+    lora.adapt(full, flags(dtype=dtype))
+    for linear in lora.linear_layers(full).values():
+        weight = lora.matrix(linear).data
+        packed = bnb.functional.quantize_4bit(weight.to(DTYPES[dtype]), quant_type="nf4",
+                                              compress_statistics=True)
+        weight.copy_(bnb.functional.dequantize_4bit(*packed))
+    torch.random.set_rng_state(state)
+    model, _ = load_policy(base(family))
+    lora.adapt(model, four)
+    layers = lora.linear_layers(model).values()
+    assert all(linear.weight.dtype == torch.uint8 for linear in layers)
+    batch = Batch.from_rows(rows_of(*LENGTHS))
+    for one in (shaken(full), shaken(model)):
+        with autocast("cpu", dtype):
+            logp, _ = token_logprobs(one, batch)
+        sft_loss(logp, batch.loss_mask).backward()
+    close = dict(atol=1e-5, rtol=1e-4) if dtype == "fp32" else dict(atol=0.05, rtol=0.05)
+    for (module, leaf), (twin, _) in zip(*(lora.trained(m).values() for m in (model, full))):
+        ours, theirs = getattr(module, leaf).grad, getattr(twin, leaf).grad
+        torch.testing.assert_close(ours, theirs, **close)
+        assert ours.abs().sum() > 0
+    # copies share the packed weights; the sampler's low-precision one agrees with the trainer
+    reference = load_reference("", model, tokenizer)
+    sampler = Sampler(model, tokenizer, dtype=DTYPES[dtype])
+    for copy in (reference, sampler.model):
+        for one, other in zip(lora.linear_layers(copy).values(), layers):
+            assert one.weight is other.weight
+            assert copy is model or one.lora_A is not other.lora_A
+    before = [linear.weight.clone() for linear in layers]
+    optimizer, scaler = trainable(model, 0.1, four)
+    optimizer_step(optimizer, 0.1, 1.0, scaler)
+    sampler.sync()
+    assert all(map(torch.equal, before, [linear.weight for linear in layers]))
+    [completion] = sampler.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8, seed=0))
+    with torch.no_grad(), autocast("cpu", dtype):
+        trainer, _ = token_logprobs(model, lay_out([completion]))
+    gap = trainer[2: 2 + len(completion.logprobs)] - torch.tensor(completion.logprobs)
+    assert gap.abs().max() < (1e-4 if dtype == "fp32" else 0.05)
+    # the folder is any adapter's: on the base in full size it gives nearly the same
+    save_model(model, tokenizer, tmp_path / "qlora")
+    again, _ = load_policy(str(tmp_path / "qlora"))
+    with torch.no_grad(), autocast("cpu", dtype):
+        difference = token_logprobs(again, batch)[0] - token_logprobs(model, batch)[0]
+    assert 0 < difference.abs().mean() < 0.2
+    lora.adapt(again, four)  # and training goes on from there
+    with torch.no_grad(), autocast("cpu", dtype):
+        torch.testing.assert_close(token_logprobs(again, batch)[0],
+                                   token_logprobs(model, batch)[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [dict(device="cpu"), dict(device=Gpu("cpu"), model="toy"),
+                                     dict(device=Gpu("cpu"), missing=True)])
+def test_qlora_is_refused_where_it_cannot_be(changes, base, monkeypatch):
+    if changes.pop("missing", False):
+        monkeypatch.setattr(lora, "find_spec", lambda name: None)
+    model, _ = load_policy(changes.pop("model", None) or base())
+    with pytest.raises(UserError, match="--load_in_4bit needs .*a CUDA device and `pip install"):
+        lora.adapt(model, flags(load_in_4bit=True, **changes))
+
+
+def test_qlora_leaves_a_critics_trunk_to_the_reward_model(base):
+    reward, _ = load_scorer(base())
+    reward.requires_grad_(False)
+    critic = lora.adapt(lora.twin(reward), flags(load_in_4bit=True, device=Gpu("cpu")))
+    for ours, theirs in zip(*(lora.linear_layers(m).values() for m in (critic, reward))):
+        assert ours.weight is theirs.weight
