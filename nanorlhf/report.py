@@ -34,26 +34,27 @@ def points(rows, name):
 
 
 def curves(folders, path):
-    """One picture: a panel for each metric, a line for each run. Runs of unlike length are each
-    drawn over their whole course."""
+    """One picture: a panel for each metric, a line for each run, pale where rows are trained on.
+    Runs of unlike length are each drawn over their whole course."""
     runs = {Path(folder): read_jsonl(Path(folder) / "metrics.jsonl") for folder in folders}
     known = {name for rows in runs.values() for row in rows for name in row}
     used = [names for names in PANELS if known & set(names)]
-    lines = max(1, -(-len(used) // 3))
+    lines, one = max(1, -(-len(used) // 3)), len(runs) == 1
     figure = Figure(figsize=(12.6, 2.9 * lines), layout="tight")
     for place, names in enumerate(used, 1):
         axis = figure.add_subplot(lines, 3, place, title=names[0].replace("_", " "),
-                                  xlabel="step" if len(runs) == 1 else "share of the run")
+                                  xlabel="step" if one else "share of the run")
         for number, (folder, rows) in enumerate(runs.items()):
-            for name in names:
+            there = [name for name in names if points(rows, name)[0]]
+            for name in there:
                 steps, values = points(rows, name)
-                if steps:
-                    scale = 1 if len(runs) == 1 else rows[-1]["step"]
-                    axis.plot([step / scale for step in steps], values, ".-", linewidth=1,
-                              markersize=3, color=f"C{number}", label=f"{folder.name} {name}",
-                              alpha=1.0 if name.startswith("eval_") else 0.6)
+                scale = 1 if one else rows[-1]["step"]
+                label = name if one else folder.name if name == there[-1] else None
+                axis.plot([step / scale for step in steps], values, ".-", linewidth=1,
+                          markersize=3, color=f"C{number}", label=label,
+                          alpha=0.5 if name in ("loss", "accuracy", "margin") else 1.0)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=6)
+        axis.legend(fontsize=6, framealpha=0.4)
     figure.savefig(path, dpi=110)
 
 

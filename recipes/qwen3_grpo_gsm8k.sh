@@ -8,7 +8,7 @@
 # Time       not measured.
 # Memory     not measured.
 #
-# Where this version has presets, `--preset 24gb` stands for the precision and memory flags below.
+# `--preset 24gb` stands for the precision and memory flags below.
 set -e
 python train_sft.py --model Qwen/Qwen3-0.6B --data openai/gsm8k:main --out runs/qwen3-gsm8k-sft \
     --lr 1e-5 --max_steps 60 --batch_size 64 --max_len 1024 \

@@ -7,8 +7,7 @@
 # Time       not measured.
 # Memory     not measured.
 #
-# With less memory: --micro_tokens 2048. Where this version has presets, `--preset 16gb` stands for
-# the precision and memory flags below.
+# With less memory: --micro_tokens 2048, or --preset 16gb in place of the precision and memory flags.
 set -e
 python train_sft.py --model Qwen/Qwen3-0.6B --data tatsu-lab/alpaca --out runs/qwen3-sft \
     --lr 1e-5 --epochs 1 --batch_size 64 --max_len 1024 \

@@ -8,7 +8,7 @@
 # Time       not measured.
 # Memory     not measured.
 #
-# Where this version has presets, `--preset 24gb` stands for the precision and memory flags below.
+# `--preset 24gb` stands for the precision and memory flags below.
 set -e
 python train_dpo.py --model Qwen/Qwen3-0.6B --out runs/qwen3-dpo \
     --data HuggingFaceH4/ultrafeedback_binarized::train_prefs \
