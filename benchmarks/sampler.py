@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import time
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -29,10 +30,12 @@ import torch
 import transformers
 from transformers import ContinuousBatchingConfig, LlamaConfig, LlamaForCausalLM
 
-from nanorlhf import toy
-from nanorlhf.sampler import Sampler, SamplingParams
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT))
 
-RESULTS = Path(__file__).resolve().parent / "results"
+from nanorlhf import toy  # noqa: E402
+from nanorlhf.sampler import Sampler, SamplingParams  # noqa: E402
 
 
 @dataclass
