@@ -129,7 +129,7 @@ def arguments(argv=None):
     add("--base", default="", help="start model on the embedded world: also gold scores and KL")
     add("--reward_model", default="", help="also best-of-n under this reward model")
     add("--toy_grade", default="4x2", help="sums: digits x terms")
-    add("--n", type=int, default=16, help="largest n of best-of-n")
+    add("--n", type=int, default=8, help="largest n of best-of-n")
     add("--limit", type=int, default=256, help="held-out questions")
     add("--max_new_tokens", type=int, default=96, help="longest answer")
     return parser.parse_args(argv)

@@ -275,6 +275,8 @@ class Sampler:
             raise UserError("block_size, max_seqs and max_prefill_tokens must be at least 1")
         self.source, self.model, self.dtype = model, model, dtype or model.dtype
         if self.dtype != model.dtype:
+            if model.dtype != torch.float32:
+                raise UserError(f"a model in {model.dtype} is sampled from as it is: no dtype")
             self.model = deepcopy(model, {id(w): w for w in model.parameters()})
             for linear in [m for m in self.model.modules() if isinstance(m, (nn.Linear, Conv1D))]:
                 for name, weight in linear.named_parameters():

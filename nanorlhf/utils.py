@@ -481,5 +481,8 @@ def clean(value):
 
 def read_jsonl(path):
     """The objects of a log; a last line that a kill has torn is left out."""
-    lines = Path(path).read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    try:
+        lines = Path(path).read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None

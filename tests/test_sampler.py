@@ -399,6 +399,13 @@ def test_changed_weights_are_seen_at_once_and_copies_after_sync():
     assert copy.generate(prompts, params) == new.generate(prompts, params) != before_copy
 
 
+def test_only_a_model_in_fp32_has_a_copy():
+    model = endless().to(torch.bfloat16)
+    assert Sampler(model, Endless(), dtype=torch.bfloat16).model is model
+    with pytest.raises(UserError, match="as it is"):
+        Sampler(model, Endless(), dtype=torch.float32)
+
+
 def test_nan_weights_are_named():
     model = endless()
     model.lm_head.weight.data.fill_(float("nan"))
