@@ -43,6 +43,7 @@ def load_policy(path, device="cpu", seed=0):
         if scores:
             raise UserError(f"{path} is a reward model, not a policy; give one, such as runs/sft")
         model = load_weights(AutoModelForCausalLM, path)
+        fit_vocabulary(model, len(tokenizer))
     return prepare(model, path).to(device), tokenizer
 
 
@@ -81,6 +82,7 @@ def load_scorer(path, device="cpu"):
         tokenizer, _ = read_folder(path)
         one = {"num_labels": 1} if lora.read(path) else {}  # its base may be a policy
         model = load_weights(AutoModelForSequenceClassification, path, **one)
+        fit_vocabulary(model, len(tokenizer))
     if model.config.num_labels != 1 or not hasattr(model, "score"):
         raise UserError(f"{path} is a classifier with {model.config.num_labels} outputs and no "
                         "reward model; train one with train_rm.py")
@@ -200,15 +202,24 @@ def check(model):
                          "sequences give other numbers than each alone")
 
 
+@torch.no_grad()
+def fit_vocabulary(model, size):
+    """Embeddings for tokens that were added to the tokenizer: the mean of those that are there, so
+    that an adapter's base comes out the same each time. A vocabulary never shrinks."""
+    known = model.get_input_embeddings().num_embeddings
+    if size > known:
+        model.resize_token_embeddings(size, mean_resizing=False)
+        for table in filter(None, (model.get_input_embeddings(), model.get_output_embeddings())):
+            table.weight[known:] = table.weight[:known].mean(0)
+
+
 def distinct_pad(model, tokenizer):
     """Give a reward model a pad token of its own: transformers reads the score of a padded row at
     the last token that is not pad; with pad = eos that would be the token before the EOS."""
     ends = eos_ids(model, tokenizer)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
         tokenizer.add_special_tokens({"pad_token": PAD})
-    embeddings = model.get_input_embeddings()
-    if tokenizer.pad_token_id >= embeddings.num_embeddings:
-        model.resize_token_embeddings(tokenizer.pad_token_id + 1)
+    fit_vocabulary(model, tokenizer.pad_token_id + 1)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 

@@ -378,6 +378,30 @@ def test_a_pad_token_never_shrinks_or_redraws_the_vocabulary(count, grows, tmp_p
     assert tokenizer.pad_token_id == count
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_added_to_the_tokenizer_get_the_mean_embedding(family, tied, tmp_path):
+    """DAT-9's kin: more tokens than embeddings. Loaded twice the model is the same."""
+    base = tiny_model(family, tie_word_embeddings=tied)
+    save_model(base, words(131), tmp_path / "base")
+    policy, tokenizer = load_policy(str(tmp_path / "base"))
+    scorer, _ = load_scorer(str(tmp_path / "base"))
+    assert len(tokenizer) == policy.config.get_text_config().vocab_size == 131
+    for model in (policy, load_policy(str(tmp_path / "base"))[0], scorer):
+        for table, old in ((model.get_input_embeddings(), base.get_input_embeddings()),
+                           (model.get_output_embeddings(), base.get_output_embeddings())):
+            if table is not None:
+                assert torch.equal(table.weight[:128], old.weight)
+                mean = old.weight.mean(0).expand(len(table.weight) - 128, -1)
+                torch.testing.assert_close(table.weight[128:], mean, atol=1e-6, rtol=0)
+    ids = [[5, 129, 130, 7]]
+    logp, _ = token_logprobs(policy, Batch.from_rows([(row, [1] * 4) for row in ids]))
+    assert logp.isfinite().all()
+    save_model(policy, tokenizer, tmp_path / "saved")
+    plain, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(info.values()) and plain.get_input_embeddings().num_embeddings == 131
+
+
 def test_a_pad_token_of_its_own_is_kept():
     model, tokenizer = tiny_scorer("llama"), words(100, pad="<7>")
     distinct_pad(model, tokenizer)
