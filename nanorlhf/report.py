@@ -58,6 +58,17 @@ def curves(folders, path):
     figure.savefig(path, dpi=110)
 
 
+def occupancy(calls, path):
+    """Blocks of the cache in use after each pass. calls: {name: `Sampler.stats` after a call}."""
+    figure = Figure(figsize=(6, 3), layout="tight")
+    axis = figure.add_subplot(xlabel="pass through the model", ylabel="cache blocks in use")
+    for name, stats in calls.items():
+        axis.plot(stats["blocks_used"], label=f"{name}: {stats['preemptions']} pre-emptions")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
 def compare(args):
     """{name: numbers} of the policies among the runs; with a reward model also of best-of-k, drawn
     from the base, and of the reward model."""

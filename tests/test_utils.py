@@ -545,6 +545,16 @@ def test_curves_draw_every_point(tmp_path, monkeypatch):
     assert all(len(steps) == len(values) == 5 for steps, values in drawn)
 
 
+def test_occupancy_draws_every_pass(tmp_path, monkeypatch):
+    drawn, plot = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot",
+                        lambda axis, *args, **kw: drawn.append((*args, kw)) or plot(axis, *args, **kw))
+    stats = {"blocks_used": [1, 5, 2], "preemptions": 7}
+    report.occupancy({"small pool": stats}, tmp_path / "blocks.png")
+    assert drawn == [([1, 5, 2], {"label": "small pool: 7 pre-emptions"})]
+    assert (tmp_path / "blocks.png").stat().st_size > 5000
+
+
 def test_report_needs_runs(tmp_path):
     with pytest.raises(UserError, match="no run folder"):
         report.report(report.arguments([str(tmp_path), "--out", str(tmp_path / "out")]))
