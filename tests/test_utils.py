@@ -547,8 +547,8 @@ def test_curves_draw_every_point(tmp_path, monkeypatch):
 
 def test_occupancy_draws_every_pass(tmp_path, monkeypatch):
     drawn, plot = [], Axes.plot
-    monkeypatch.setattr(Axes, "plot",
-                        lambda axis, *args, **kw: drawn.append((*args, kw)) or plot(axis, *args, **kw))
+    monkeypatch.setattr(Axes, "plot", lambda axis, *args, **kw: (
+        drawn.append((*args, kw)), plot(axis, *args, **kw))[1])
     stats = {"blocks_used": [1, 5, 2], "preemptions": 7}
     report.occupancy({"small pool": stats}, tmp_path / "blocks.png")
     assert drawn == [([1, 5, 2], {"label": "small pool: 7 pre-emptions"})]
