@@ -93,15 +93,17 @@ def distance_picture(table, path):
     figure = Figure(figsize=(6, 4.2), layout="tight")
     axis = figure.add_subplot(xlabel="KL from the base model, nats per answer",
                               ylabel="gold score, held-out questions")
-    for name, row in table.items():
-        if "kl" not in row:
-            continue
+    axis.margins(0.15)
+    drawn = {name: row for name, row in table.items() if "kl" in row and name != "best-of-1"}
+    for number, (name, row) in enumerate(drawn.items()):  # best of one is the base itself
         log = Path(name) / "metrics.jsonl"
         course = [step for step in (read_jsonl(log) if log.exists() else [])
                   if "kl_sequence" in step and "eval_gold_score" in step]
         at = row["kl"], row["gold_score"]
         [mark] = axis.plot(*at, "o" if log.exists() else "ks")
-        axis.annotate(name, at, (4, -9), textcoords="offset points", fontsize=8)
+        left = number % 2 == 0  # neighbours are named on different sides
+        axis.annotate(Path(name).name, at, (-5 if left else 5, -3), fontsize=8,
+                      textcoords="offset points", ha="right" if left else "left")
         axis.plot(points(course, "kl_sequence")[1], points(course, "eval_gold_score")[1],
                   color=mark.get_color(), alpha=0.5)
     axis.grid(alpha=0.3)
