@@ -230,7 +230,9 @@ def _conversations(row, kind):
         if kind == "prompt" and "text" in cells:
             raise Dropped("no prompt to answer")
         known = ", ".join(shape.lstrip("+") for shape in SHAPES[kind].split())
-        raise UserError(f"not a {kind} row: it has {', '.join(cells) or 'nothing'}; give {known}")
+        found = ", ".join(name if name in cells else f"{name} (empty)" for name in row
+                          if name != ORIGIN) or "nothing"
+        raise UserError(f"not a {kind} row: it has {found}; give {known}")
     if others == ["text"]:
         return "", [str(cells["text"])], cells
     more = cells.get("input") if ask == "instruction" else None

@@ -99,7 +99,8 @@ def adapt(model, config):
     if not rank:
         return merge(model).requires_grad_(True).to(config.device)
     base = found["base_model_name_or_path"] if found else model.name_or_path  # "": a toy
-    if base and Path(config.out).resolve() in (Path(base).resolve(), *Path(base).resolve().parents):
+    taken = (Path(base).resolve(), *Path(base).resolve().parents)
+    if base and not config.show_data and Path(config.out).resolve() in taken:
         raise UserError(f"--out {config.out} would overwrite the base; give another folder")
     targets = re.findall(r"[^\s,]+", config.lora_targets)
     four_bit = config.load_in_4bit and any(weight.requires_grad for weight in model.parameters())

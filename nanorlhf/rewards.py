@@ -133,7 +133,8 @@ def load_reward(name):
     path, _, function = name.rpartition(":")
     own = runpy.run_path(path, run_name="user_reward") if Path(path).is_file() else {}
     if not callable(own.get(function)):
-        raise UserError(f"no reward {name!r}; give {', '.join(BUILT_IN)} or path/file.py:function")
+        why = f"{path} defines no {function}" if own else "there is no such file"
+        raise UserError(f"no reward {name}: {why}; give {', '.join(BUILT_IN)} or file.py:function")
     return own[function]
 
 

@@ -69,7 +69,7 @@ class Common:
     warmup_ratio: float = flag(0.05, "share of the steps in which the learning rate rises")
     weight_decay: float = flag(0.0, "AdamW weight decay of the matrices")
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping")
-    lora_rank: int = flag(0, "train adapters of this rank (give ten times the usual --lr); 0: all")
+    lora_rank: int = flag(0, "train adapters of this rank (real models: ten times the lr); 0: all")
     lora_alpha: float = flag(0.0, "LoRA: the adapters are scaled by this / rank; 0: twice the rank")
     lora_targets: str = flag("", "LoRA: names of linear layers, such as q_proj,v_proj; empty: all")
     load_in_4bit: bool = flag(False, "LoRA: the frozen matrices in 4 bits (QLoRA); needs a GPU and "
@@ -118,8 +118,8 @@ def parse(config_class, doc):
     if unknown:
         name = unknown[0].split("=")[0]
         if name in TRUNCATION:
-            refuse(f"{name}: training and evaluation sample from the policy's full distribution, "
-                   "else the importance ratio of RL is biased; python -m nanorlhf.generate has it")
+            refuse(f"{name}: training and evaluation sample from the full distribution, else the "
+                   "importance ratio of RL would be biased; python -m nanorlhf.generate has it")
         near = get_close_matches(name, parser._option_string_actions, 1)
         refuse(f"unknown flag {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     ranges = {name: pair for pair, names in RANGES.items() for name in names.split()}

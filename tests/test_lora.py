@@ -31,7 +31,8 @@ SEVEN = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_p
 
 def flags(**changes):
     values = dict(lora_rank=4, lora_alpha=0.0, lora_targets="", out="out", weight_decay=0.0,
-                  gradient_checkpointing=False, device="cpu", dtype="fp32", load_in_4bit=False)
+                  gradient_checkpointing=False, device="cpu", dtype="fp32", load_in_4bit=False,
+                  show_data=0)
     return SimpleNamespace(**(values | changes))
 
 
