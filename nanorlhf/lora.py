@@ -94,16 +94,19 @@ def adapt(model, config):
     came with, and the score head. Never a tensor that another model shares. Returns the model, on
     --device."""
     found, rank = getattr(model, "lora_config", None), config.lora_rank
-    if not rank and (config.lora_alpha or config.lora_targets or config.load_in_4bit):
-        raise UserError("--lora_alpha, --lora_targets, --load_in_4bit need a --lora_rank above 0")
+    base = found["base_model_name_or_path"] if found else model.name_or_path  # "": a toy
+    if not rank and (config.lora_alpha or config.lora_targets):
+        raise UserError("--lora_alpha and --lora_targets need a --lora_rank above 0")
+    if config.load_in_4bit and not (rank and base and config.device.startswith("cuda")
+                                    and find_spec("bitsandbytes")):
+        raise UserError("--load_in_4bit needs --lora_rank, a --model from a folder or hub, a CUDA "
+                        "device and `pip install bitsandbytes`")
     if not rank:
         return merge(model).requires_grad_(True).to(config.device)
-    base = found["base_model_name_or_path"] if found else model.name_or_path  # "": a toy
     taken = (Path(base).resolve(), *Path(base).resolve().parents)
     if base and not config.show_data and Path(config.out).resolve() in taken:
         raise UserError(f"--out {config.out} would overwrite the base; give another folder")
     targets = re.findall(r"[^\s,]+", config.lora_targets)
-    four_bit = config.load_in_4bit and any(weight.requires_grad for weight in model.parameters())
     if not found:
         layers = linear_layers(model)
         leaves = sorted({name.rpartition(".")[2] for name in layers})
@@ -120,15 +123,14 @@ def adapt(model, config):
           or targets and set(targets) != set(found["target_modules"])):
         raise UserError(f"to go on with the adapter of --model give --lora_rank {found['r']} and "
                         "no other --lora_alpha or --lora_targets, or merge it with nanorlhf.lora")
+    # The critic that shares a frozen reward model's trunk leaves it as it is.
+    own = any(linear.weight.requires_grad for linear in linear_layers(model).values())
     model.requires_grad_(False)
     for module, leaf in trained(model).values():
         setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach().clone()))
     learn, total = model.num_parameters(only_trainable=True), model.num_parameters()
     print(f"LoRA: {learn:,} of {total:,} weights are trained ({learn / total:.2%})")
-    if four_bit:  # not the critic that shares the frozen reward model's trunk
-        if not base or not config.device.startswith("cuda") or not find_spec("bitsandbytes"):
-            raise UserError("--load_in_4bit needs a --model from a folder or hub, a CUDA device "
-                            "and `pip install bitsandbytes`")
+    if config.load_in_4bit and own:
         for linear in linear_layers(model).values():
             quantise(linear, config)
     return model.to(config.device)
