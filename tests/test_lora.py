@@ -512,7 +512,8 @@ def test_qlora_is_refused_where_it_cannot_be(changes, base, monkeypatch):
         lora.adapt(model, flags(load_in_4bit=True, **changes))
 
 
-def test_qlora_leaves_a_critics_trunk_to_the_reward_model(base):
+def test_qlora_leaves_a_critics_trunk_to_the_reward_model(base, monkeypatch):
+    monkeypatch.setattr(lora, "find_spec", lambda name: True)
     reward, _ = load_scorer(base())
     reward.requires_grad_(False)
     critic = lora.adapt(lora.twin(reward), flags(load_in_4bit=True, device=Gpu("cpu")))
