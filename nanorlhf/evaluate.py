@@ -19,7 +19,7 @@ import torch
 from nanorlhf import data, toy
 from nanorlhf.losses import bradley_terry_loss, sft_loss
 from nanorlhf.model import (eos_ids, is_scorer, load_policy, load_reference, load_reward_model,
-                            load_scorer, sequence_scores)
+                            load_scorer, longest, sequence_scores)
 from nanorlhf.rollout import lay_out, mean, model_scores, right_answers, score_tokens
 from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import DTYPES, clean, flag, main, writable
@@ -153,7 +153,7 @@ def evaluate_policy(cfg):
     embedded = cfg.data == "toy"
     rows = (toy.prompts(cfg.limit, split="eval", grade=cfg.toy_grade)
             if embedded else data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed))
-    prompts = data.encode_prompts(rows[: cfg.limit], tokenizer, cfg.max_len)
+    prompts = data.encode_prompts(rows[: cfg.limit], tokenizer, longest(model, cfg.max_len))
     params = SamplingParams(n=cfg.n, temperature=cfg.temperature, seed=cfg.seed,
                             max_new_tokens=cfg.max_new_tokens)
     sampler = Sampler(model, tokenizer, dtype=DTYPES[cfg.dtype])
@@ -172,17 +172,17 @@ def evaluate_policy(cfg):
 
 def evaluate_scorer(cfg):
     scorer, tokenizer = load_scorer(cfg.model, cfg.device)
-    ends = eos_ids(scorer, tokenizer)
+    max_len, ends = longest(scorer, cfg.max_len), eos_ids(scorer, tokenizer)
     if cfg.prompt:
         row = {"prompt": cfg.prompt, "completion": cfg.response}
-        rows = data.encode_sft([row], tokenizer, cfg.max_len, ends)
+        rows = data.encode_sft([row], tokenizer, max_len, ends)
         return {"score": float(pair_scores(scorer, [rows], cfg.micro_tokens, cfg.device))}
     if cfg.data == "toy":
         sampler = Sampler(*load_policy(cfg.pairs_from, cfg.device)) if cfg.pairs_from else None
         rows = toy.pairs(cfg.limit, split="eval", sampler=sampler, grade=cfg.toy_grade)
     else:
         rows = data.load_rows(cfg.data, columns=cfg.columns, seed=cfg.seed)[: cfg.limit]
-    pairs, _ = data.encode_pairs(rows, tokenizer, cfg.max_len, ends)
+    pairs, _ = data.encode_pairs(rows, tokenizer, max_len, ends)
     metrics, scores = rank(scorer, pairs, cfg.micro_tokens, cfg.device)
     print("chosen - rejected: pairs", *histogram(scores[:, 0] - scores[:, 1]), sep="\n")
     return metrics

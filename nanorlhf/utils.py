@@ -249,7 +249,8 @@ def free_memory(device):
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 WRITTEN = (*LOGS, "args.json", "curves.png", "checkpoint", "adapter_*", "base", "config.json",
-           "generation_config.json", "model*.safetensors*", "tokenizer*", "chat_template.jinja")
+           "generation_config.json", "model*.safetensors*", "tokenizer*", "chat_template.jinja",
+           "events.out*")  # tensorboard's
 HARMLESS = ("out", "resume", "overwrite", "save_every", "report_to", "device", "preset",
             "micro_tokens", "gradient_checkpointing", "offload")  # a resume may change these flags
 
@@ -370,7 +371,7 @@ class Run:
         """Log a step that is done, and keep a resume point where one is due."""
         self.log(step + 1, metrics)
         self.bar.set_postfix({k: metrics[k] for k in ON_THE_BAR if k in metrics}, refresh=False)
-        if self.due(step, self.config.save_every):
+        if self.config.save_every and self.due(step, self.config.save_every):
             self.save(step + 1)
 
     def log(self, step, metrics):

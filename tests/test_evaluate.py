@@ -61,3 +61,15 @@ def test_a_reward_model_s_histogram_is_printed(tmp_path):
     assert result.status == 0, result.err
     assert "chosen - rejected" in result.out and result.out.count(" to ") == 10
     assert "length_bias" in result.out
+
+
+def test_what_the_model_cannot_read_is_dropped_and_counted(tmp_path, capsys):
+    model, tokenizer = toy.new_model(), toy.tokenizer()
+    model.config.max_position_embeddings = 64
+    save_model(model, tokenizer, tmp_path / "policy")
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "1" * 60 + "+1=", "answer": "2"}, {"prompt": "1+1=", "answer": "2"}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate.evaluate_policy(evaluate.Config(model=str(tmp_path / "policy"), data=str(file),
+                                             max_new_tokens=4, device="cpu"))
+    assert "dropped 1 of 2 rows: prompt longer than --max_len 64" in capsys.readouterr().err

@@ -363,6 +363,22 @@ def test_resume_notices_other_data_and_another_frozen_model(parsed, tmp_path):
     assert next(resumed.steps(200, done))[0] == 2
 
 
+@pytest.mark.parametrize("every, kept", [(0, 0), (150, 2), (300, 1)])
+def test_save_every(parsed, tmp_path, every, kept):
+    run = Run(parsed("--device", "cpu", "--save_every", every, "--max_steps", 200))
+    run.start(thing=Thing(0))
+    for step, _ in run.steps(200, 0):
+        run.end_step(step, {})
+    assert len(list((tmp_path / "run" / "checkpoint").glob("*"))) == kept
+
+
+def test_overwrite_takes_the_logs_of_tensorboard_away(parsed, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.out.tfevents.1").touch()
+    begun(parsed, "--overwrite", steps=1)
+    assert not list((tmp_path / "run").glob("events*"))
+
+
 def test_folders_that_cannot_be_a_run(parsed, tmp_path):
     (tmp_path / "file").write_text("mine")
     for out in ("file", "file/below"):
