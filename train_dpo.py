@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from nanorlhf import data, evaluate, lora, toy
-from nanorlhf.losses import dpo_loss
+from nanorlhf.losses import DPO_TYPES, dpo_loss
 from nanorlhf.model import (DTYPES, autocast, eos_ids, load_policy, load_reference, longest,
                             save_model, token_logprobs)
 from nanorlhf.rollout import score_tokens
@@ -38,7 +38,7 @@ class Config(Common):
     lr: float = flag(1.5e-4, "peak learning rate; 5e-7 to 5e-6 for a real model")
     batch_size: int = flag(32, "pairs of one optimiser step")
     beta: float = flag(0.3, "strength of the pull towards the reference; 0.1 is usual")
-    loss_type: str = flag("sigmoid", "loss of a pair", choices=("sigmoid", "ipo", "hinge", "simpo"))
+    loss_type: str = flag("sigmoid", "loss of a pair", choices=DPO_TYPES)
     label_smoothing: float = flag(0.0, "assumed share of wrong labels (cDPO)")
     simpo_gamma: float = flag(0.5, "simpo: target margin")
     nll_coef: float = flag(0.5, "weight of the chosen answer's negative log-likelihood per token")

@@ -22,6 +22,7 @@ from nanorlhf import data, evaluate, lora, toy
 from nanorlhf.losses import sft_loss, token_weights
 from nanorlhf.model import (DTYPES, autocast, eos_ids, load_policy, longest, save_model,
                             token_logprobs)
+from nanorlhf.rollout import score_tokens
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import Common, Run, flag, lr_at, main, optimizer_step, trainable
 
@@ -51,7 +52,8 @@ def train(cfg):
     max_len, ends = longest(model, cfg.max_len), eos_ids(model, tokenizer)
     encode = partial(data.encode_sft, tokenizer=tokenizer, max_len=max_len, stop_ids=ends,
                      train_on=cfg.train_on)
-    rows, held_out = encode(train_rows), encode(eval_rows[: cfg.eval_rows])
+    rows = encode(train_rows)
+    held_out = data.Batch.from_rows(encode(eval_rows[: cfg.eval_rows])).to(cfg.device)
     prompts = data.encode_prompts(eval_rows[: cfg.eval_prompts], tokenizer, max_len, or_none=True)
     data.show_data(cfg, rows, tokenizer)
 
@@ -79,8 +81,8 @@ def train(cfg):
 
         # --- evaluation on held-out rows, and a resume point ---
         if run.due(step, cfg.eval_every):
-            metrics["eval_loss"] = evaluate.held_out_loss(model, held_out, cfg.micro_tokens,
-                                                          cfg.device)
+            logp, _ = score_tokens(model, held_out, 1.0, cfg.micro_tokens)
+            metrics["eval_loss"] = sft_loss(logp, held_out.loss_mask) / held_out.loss_mask.sum()
             if prompts:  # rows of plain text have none
                 metrics |= evaluate.held_out_answers(run, step, sampler, prompts)
         run.end_step(step, metrics)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from nanorlhf import data, toy
-from nanorlhf.losses import bradley_terry_loss, sft_loss
+from nanorlhf.losses import bradley_terry_loss
 from nanorlhf.model import (eos_ids, is_scorer, load_policy, load_reference, load_reward_model,
                             load_scorer, longest, sequence_scores)
 from nanorlhf.rollout import lay_out, mean, model_scores, right_answers, score_tokens
@@ -61,13 +61,6 @@ def held_out_answers(run, step, sampler, prompts, prefix=""):
                             "score": score, "finish": c.finish_reason}
                            for c, score in zip(completions, right[:4] or [None] * 4)])
     return {prefix + name: value for name, value in metrics.items()}
-
-
-def held_out_loss(model, rows, micro_tokens, device):
-    """Mean negative log-likelihood of the trained tokens of encoded SFT rows."""
-    batch = data.Batch.from_rows(rows).to(device)
-    logp, _ = score_tokens(model, batch, 1.0, micro_tokens)
-    return float(sft_loss(logp, batch.loss_mask) / batch.loss_mask.sum())
 
 
 @torch.no_grad()
