@@ -110,7 +110,7 @@ def train(cfg):
         return means, batch
 
     # --- training ---
-    for step, picked in run.steps(len(pairs), start):
+    for step, picked in run.steps(pairs, start):
         metrics, batch = over([pairs[i] for i in picked], ref[list(picked)], learn=True)
         metrics["lr"] = lr_at(step, run.total, cfg.lr, cfg.warmup_ratio)
         metrics["grad_norm"] = optimizer_step(optimizer, metrics["lr"], cfg.grad_clip, scaler)

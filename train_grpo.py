@@ -7,11 +7,11 @@ policy loss is PPO's clipped surrogate. Variants by flag: Dr. GRPO (Liu et al. 2
 clip-higher and token-level loss (Yu et al. 2025, DAPO) with `--clip_eps_high 0.28` and
 `--loss_type dapo`, the default.
 
-Where we differ from OpenRLHF: advantages carry no KL-to-go, an optional KL term sits in the loss
-(`--kl_coef`, DeepSeekMath equation 4); no EOS is written over a truncated answer; rewards that
-abstain are masked and counted. With one update per rollout the ratio is 1 and clipping never acts:
-that is on-policy gradient ascent, and the printed loss would be 0, though not its gradient, if all
-answers had one length.
+Where we differ from OpenRLHF: advantages carry no KL-to-go, a KL term is in the loss (`--kl_coef`,
+DeepSeekMath equation 4; 0, as in DAPO and Dr. GRPO, saves the reference); no EOS is written over a
+truncated answer; rewards that abstain are masked and counted. With one update per rollout the ratio
+is 1 and clipping never acts: that is on-policy gradient ascent, and the printed loss would be 0,
+though not its gradient, if all answers had one length.
 
     python train_grpo.py                                        # from runs/sft -> runs/grpo
     python train_grpo.py --model my-sft --data gsm8k.jsonl --reward math --lr 1e-6
@@ -53,7 +53,7 @@ class Config(Common):
                           choices=AGGREGATION)
     clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
     clip_eps_high: float = flag(0.28, "the ratio is clipped at 1 + this")
-    kl_coef: float = flag(0.0, "weight of the KL term in the loss; 0: no reference is kept")
+    kl_coef: float = flag(0.001, "weight of the KL term in the loss; 0: no reference, no KL known")
     kl_estimator: str = flag("k3", "of Schulman (2020); the gradient of k1 averages to 0",
                              choices=("k1", "k2", "k3"))
     tis_cap: float = flag(2.0, "cap of the sampler/trainer importance weight; 0: none")
@@ -89,7 +89,7 @@ def train(cfg):
     clip = cfg.clip_eps_low, cfg.clip_eps_high
 
     # --- training ---
-    for step, picked in run.steps(len(prompts), start):
+    for step, picked in run.steps(prompts, start):
         # 1. Answer the prompts of this iteration, group_size times each, and score the answers.
         rollout, metrics = roll_out(cfg, step, [prompts[i] for i in picked], sampler, reward,
                                     model, reference)

@@ -40,7 +40,7 @@ from nanorlhf.utils import (Common, Run, UserError, add_stats, flag, lr_at, main
 class Config(Common):
     ref_model: str = flag("", "frozen reference; empty: the start model")
     reward_model: str = flag("runs/rm", "reward model; the critic starts from it too")
-    reward: str = flag("", "a function instead of the reward model: toy, math, file.py:name")
+    reward: str = flag("", "a function instead: toy, math, format, or file.py:function")
     offload: bool = flag(False, "frozen models wait on the CPU while they are not asked (not LoRA)")
     out: str = flag("runs/ppo", "run folder that is written")
     lr: float = flag(3e-4, "peak learning rate of the policy; 1e-6 for a real model")
@@ -99,7 +99,7 @@ def train(cfg):
     kl_coef, clip = run.kept.get("kl_coef", cfg.kl_coef), (cfg.clip_eps_low, cfg.clip_eps_high)
 
     # --- training ---
-    for step, picked in run.steps(len(prompts), start):
+    for step, picked in run.steps(prompts, start):
         # 1. Answer the prompts of this iteration, score the answers, and ask the critic.
         rollout, metrics = roll_out(cfg, step, [prompts[i] for i in picked], sampler, reward,
                                     model, reference)
@@ -128,8 +128,9 @@ def train(cfg):
             stats = {}
             for part in mini.split(cfg.micro_tokens):
                 with autocast(cfg.device, cfg.dtype):
-                    logp, _ = token_logprobs(model, part, cfg.temperature)
                     values = token_values(critic, part)
+                    with torch.set_grad_enabled(train_policy):
+                        logp, _ = token_logprobs(model, part, cfg.temperature)
                 loss = ppo_policy_loss(logp, part.old_logp, part.advantages,
                                        part.loss_mask * part.trust, *clip, cfg.dual_clip or None)
                 critic_loss = value_loss(values, part.values, part.returns, part.loss_mask,

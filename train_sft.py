@@ -63,7 +63,7 @@ def train(cfg):
     start = run.start(model=model, optimizer=optimizer, scaler=scaler)
 
     # --- training ---
-    for step, picked in run.steps(len(rows), start):
+    for step, picked in run.steps(rows, start):
         batch = data.Batch.from_rows([rows[i] for i in picked]).to(cfg.device)
         # One division by the tokens of the whole step: micro-batches never change the gradient.
         batch.loss_mask = token_weights(batch.loss_mask, batch.cu_seqlens, "token")

@@ -51,8 +51,8 @@ STAGES = {  # run: (script and flags, the metric that tells)
     "sft_sums": ("train_sft.py --data {work}/sums.jsonl --eval_data {work}/sums_eval.jsonl "
                  "--max_new_tokens 12 --lr 2e-5 --epochs 6 --batch_size 16 --eval_every 15",
                  "accuracy"),
-    "grpo": (f"train_grpo.py {RL} --lr 1e-5 --batch_size 16 --group_size 8 --max_steps 40",
-             "eval_accuracy"),
+    "grpo": (f"train_grpo.py {RL} --lr 1e-5 --batch_size 16 --group_size 8 --kl_coef 0 "
+             "--max_steps 40", "eval_accuracy"),
     "ppo": (f"train_ppo.py {RL} --lr 5e-6 --critic_lr 2e-5 --batch_size 32 --max_steps 60",
             "eval_accuracy"),
 }

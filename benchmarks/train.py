@@ -163,7 +163,7 @@ def run_ours(task, plan, folder):
             return found
         script.score_tokens = timed
     more = {"sft": {}, "rm": dict(centre_coef=0.0), "dpo": dict(beta=0.1, nll_coef=0.0),
-            "grpo": dict(reward=f"{folder}/reward.py:digits", group_size=plan["group"],
+            "grpo": dict(reward=f"{folder}/reward.py:digits", kl_coef=0, group_size=plan["group"],
                          batch_size=plan["answers"] // plan["group"], max_new_tokens=plan["new"]),
             "ppo": dict(reward_model=f"{folder}/scorer", critic_lr=plan["lr"], critic_warmup=0,
                         max_new_tokens=plan["new"])}[task]

@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 
 from nanorlhf.utils import UserError, epoch_order, warn
 
+FORMATS = (".jsonl", ".json", ".csv", ".parquet")  # of files with rows
 ORIGIN = "_origin"  # the key under which a row remembers its file:line
 # The columns that make a row one of a kind: the prompt's, or none where the others hold it, and the
 # others. The first shape that fits is taken; input, margin, answer and label may be added.
@@ -285,6 +286,15 @@ def set_template(tokenizer, template):
         tokenizer.chat_template = Path(template).read_text("utf-8", "replace")
 
 
+def _render(tokenizer, template, messages, **more):
+    """The text of a chat. A template that loses what a user says is an error."""
+    text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **more)
+    told = "".join(text.split())
+    if any("".join(m["content"].split()) not in told for m in messages if m["role"] == "user"):
+        raise UserError("the chat template leaves out a user's turn; give another --chat_template")
+    return text
+
+
 def _spans(messages, first_target, render, eos, *stops):
     """[(text, learned)] of a chat up to its last reply: the differences of rendered prefixes."""
     if first_target is None:
@@ -339,7 +349,7 @@ def encode(messages_or_text, tokenizer, prompt_only=False, first_target=0, bare=
     else:
         turns = _turns(messages_or_text)
         template = tokenizer.chat_template or (PLAIN if turns[0]["content"] == bare else DIALOGUE)
-        render = partial(tokenizer.apply_chat_template, chat_template=template, tokenize=False)
+        render = partial(_render, tokenizer, template)
         spans = _spans(turns, None if prompt_only else first_target, render, tokenizer.eos_token,
                        *(tokenizer.decode([stop]) for stop in stop_ids))
     tokenise = partial(tokenizer, add_special_tokens=False, verbose=False)
@@ -375,7 +385,8 @@ def _encode_rows(rows, encode_row, or_none=False):
             raise UserError(f"{row.get(ORIGIN, 'a row')}: {error}") from error
     lines = [f"dropped {count} of {len(rows)} rows: {why}" for why, count in dropped.items()]
     if not kept and not or_none:
-        raise UserError(f"no row is left ({'; '.join(lines)}); raise --max_len or mend the data")
+        raise UserError(f"no row is left ({'; '.join(lines)}); raise --max_len, mend the data or, "
+                        "if these were held out, give --eval_data")
     sys.stderr.writelines(line + "\n" for line in lines)
     return kept
 
@@ -453,15 +464,17 @@ def show_data(config, rows, tokenizer):
 
 def train_and_eval_rows(config, toy_rows, **options):
     """(training rows, held-out rows) as --data and --eval_data say; toy_rows makes the embedded
-    world's. Without --eval_data a 20th, at most 200, is held out; fewer than 20 serve as both."""
+    world's. Without --eval_data a 20th is held out, but 4 at least and no more than evaluations
+    measure; fewer than 20 serve as both."""
+    most = max(config.eval_rows, getattr(config, "eval_prompts", 0))
     if config.data == "toy":
         if config.eval_data or config.columns:
             raise UserError("--eval_data and --columns go with --data, not with the toy world")
-        held_out = max(config.eval_rows, getattr(config, "eval_prompts", 0))
         draw = partial(toy_rows, grade=config.toy_grade, **options)
-        return draw(config.toy_rows, config.seed, "train"), draw(held_out, 0, "eval")
+        return draw(config.toy_rows, config.seed, "train"), draw(most, 0, "eval")
     rows = load_rows(config.data, columns=config.columns, seed=config.seed)
     if config.eval_data:
         return rows, load_rows(config.eval_data, columns=config.columns)
-    order, share = epoch_order(len(rows), "held out", 0), min(200, len(rows) // 20)
+    share = min(most, max(4, len(rows) // 20)) if len(rows) >= 20 else 0
+    order = epoch_order(len(rows), "held out", 0)
     return [rows[i] for i in sorted(order[share:])], [rows[i] for i in order[:share]] or rows

@@ -23,7 +23,7 @@ from nanorlhf.utils import DTYPES, UserError, flag, main, writable
 class Config:
     model: str = flag("runs/grpo", "policy: a folder or hub name")
     prompt: str = flag("", "one prompt")
-    prompts: str = flag("", "a file of prompts: .jsonl rows, or text with one prompt a line")
+    prompts: str = flag("", "a file: rows (.jsonl, .json, .csv, .parquet), or one prompt a line")
     interactive: bool = flag(False, "read prompts from the keyboard and keep the conversation")
     system: str = flag("", "system message before every prompt")
     n: int = flag(1, "answers to each prompt")
@@ -74,10 +74,10 @@ def generate(cfg):
 def read_prompts(cfg):
     """Rows {prompt, ...} of --prompt or of the file --prompts."""
     path = Path(cfg.prompts)
-    if path.suffix != ".txt":
-        return data.load_rows(cfg.prompts) if cfg.prompts else [{"prompt": cfg.prompt}]
-    if not path.is_file():
-        raise UserError(f"no file {path}")
+    if not cfg.prompts:
+        return [{"prompt": cfg.prompt}]
+    if path.suffix in data.FORMATS or not path.is_file():
+        return data.load_rows(cfg.prompts)
     lines = path.read_text("utf-8-sig").splitlines()
     return [{"prompt": line.strip()} for line in lines if line.strip()]
 

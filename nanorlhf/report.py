@@ -13,6 +13,7 @@ import math
 from functools import partial
 from pathlib import Path
 
+import torch
 from matplotlib.figure import Figure  # without pyplot: no screen, and nothing to close
 
 from nanorlhf import evaluate
@@ -20,8 +21,9 @@ from nanorlhf.model import is_scorer
 from nanorlhf.utils import UserError, read_jsonl, refuse, run_script
 
 PANELS = [  # whichever metrics of a list a run has are drawn in one panel
-    ["loss", "eval_loss"], ["accuracy", "eval_accuracy"], ["reward_mean", "margin", "eval_margin"],
-    ["gold_score", "eval_gold_score"], ["worked_share", "eval_worked_share"], ["kl_sequence"],
+    ["loss", "eval_loss"], ["accuracy", "eval_accuracy"], ["margin", "eval_margin"],
+    ["reward_mean"], ["gold_score", "eval_gold_score"], ["worked_share", "eval_worked_share"],
+    ["kl_sequence"],
     ["response_length"], ["entropy"], ["value_loss"], ["explained_variance"], ["clip_frac"],
     ["zero_spread_groups"], ["grad_norm"],
 ]
@@ -73,7 +75,7 @@ def compare(args):
     """{name: numbers} of the policies among the runs; with a reward model also of best-of-k, drawn
     from the base, and of the reward model."""
     ask = partial(evaluate.Config, toy_grade=args.toy_grade, max_new_tokens=args.max_new_tokens,
-                  limit=args.limit, device="cpu")
+                  limit=args.limit, device="cuda" if torch.cuda.is_available() else "cpu")
     table = {str(folder): evaluate.evaluate_policy(ask(model=str(folder), base=args.base))
              for folder in args.runs if not is_scorer(str(folder))}
     if args.reward_model:

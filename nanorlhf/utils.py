@@ -16,9 +16,10 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, reduce
 from importlib.util import find_spec
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -150,21 +151,23 @@ def warn(message):
     tqdm.write(f"warning: {message}", file=sys.stderr)
 
 
-def main(train, config_class, doc):
-    run_script(lambda: train(parse(config_class, doc)))
+def main(action, config_class, doc):
+    run_script(lambda: action(parse(config_class, doc)), issubclass(config_class, Common))
 
 
-def run_script(action):
+def run_script(action, trains=False):
     """A UserError becomes one line and exit status 2."""
     try:
         return action()
     except UserError as error:
         message, status = f"error: {error}", 2
     except torch.OutOfMemoryError as error:
-        message, status = (f"error: out of memory ({str(error).split('. ')[0]}); {SMALLER}; the "
-                           "last checkpoint is kept, --resume takes another --micro_tokens"), 2
+        message, status = f"error: out of memory ({str(error).split('. ')[0]}); " + (
+            f"{SMALLER}; the last checkpoint is kept, --resume takes another --micro_tokens"
+            if trains else "ask for fewer or shorter answers"), 2
     except KeyboardInterrupt:
-        message, status = "\ninterrupted; --resume goes on from the last checkpoint of a run", 130
+        message, status = "\ninterrupted" + (
+            "; --resume goes on from the last checkpoint" if trains else ""), 130
     print(message, file=sys.stderr)
     sys.exit(status)
 
@@ -346,16 +349,17 @@ class Run:
                   "script": Path(sys.argv[0]).name, "git": git.stdout.strip() or None}
         write_atomically(self.args_file, json.dumps(values, indent=2) + "\n")
 
-    def steps(self, n_rows, start):
-        """Yield (step, numbers of its rows out of n_rows), behind a progress bar. Each of --epochs
-        takes every row once, in an order of its own; its last step may have fewer rows."""
-        self._keep("number of training rows", n_rows)
-        size, steps_per_epoch = self.config.batch_size, -(-n_rows // self.config.batch_size)
+    def steps(self, rows, start):
+        """Yield (step, numbers of its rows), behind a progress bar. Each of --epochs takes every
+        row once, in an order of its own; its last step may have fewer rows."""
+        self._keep("checksum of the encoded training rows",
+                   reduce(lambda crc, row: crc32(repr(row).encode(), crc), rows, 0))
+        size, steps_per_epoch = self.config.batch_size, -(-len(rows) // self.config.batch_size)
         self.total = self.config.max_steps or self.config.epochs * steps_per_epoch
         self.bar = tqdm(range(start, self.total), self.folder.name, self.total, initial=start)
         for step in self.bar:
             epoch, i = divmod(step, steps_per_epoch)
-            order = epoch_order(n_rows, self.config.seed, epoch)
+            order = epoch_order(len(rows), self.config.seed, epoch)
             self.step_began = time.perf_counter()
             yield step, order[i * size: (i + 1) * size]
 

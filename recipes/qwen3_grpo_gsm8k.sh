@@ -14,7 +14,7 @@ python train_sft.py --model Qwen/Qwen3-0.6B --data openai/gsm8k:main --out runs/
     --lr 1e-5 --max_steps 60 --batch_size 64 --max_len 1024 \
     --dtype bf16 --gradient_checkpointing true --micro_tokens 8192 --max_new_tokens 384
 python train_grpo.py --model runs/qwen3-gsm8k-sft --out runs/qwen3-gsm8k-grpo \
-    --data openai/gsm8k:main --eval_data openai/gsm8k:main:test --reward math \
+    --data openai/gsm8k:main --eval_data openai/gsm8k:main:test --reward math --kl_coef 0 \
     --lr 1e-6 --max_steps 200 --batch_size 32 --group_size 8 --max_len 1024 --max_new_tokens 384 \
     --dtype bf16 --gradient_checkpointing true --micro_tokens 8192 --eval_every 50 --save_every 50
 for name in qwen3-gsm8k-sft qwen3-gsm8k-grpo; do

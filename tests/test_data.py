@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -380,6 +381,11 @@ def test_odd_templates_and_conversations_are_refused():
     headless = make_tokenizer(CHATML[:CHATML.index("{% if add")])  # the header would be learned
     with pytest.raises(UserError, match="generation prompt"):
         encode(chat("a", "b"), headless)
+    for lost in ("{{ messages[-1].content + eos_token }}", CHATML.replace("user", "human").replace(
+            "m.content", "(m.content if m.role != 'user' else '')")):
+        for prompt_only, turns in ((False, chat("why?", "b")), (True, chat("why?", "b", "c"))):
+            with pytest.raises(UserError, match="leaves out a user's turn"):
+                encode(turns, make_tokenizer(lost), prompt_only)
     strict = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match="roles must alternate"):
         encode_sft([{"messages": chat("a", "b")}], strict, 99)
@@ -989,6 +995,19 @@ def test_epochs_are_permutations_of_their_own_and_no_row_is_lost():  # TNY-1
     assert epoch_order(50, 0, 1) == epoch_order(50, 0, 1)
     assert len({epoch_order(50, seed, epoch) for seed in (0, 1) for epoch in (0, 1)}) == 4
     assert isinstance(epoch_order(3, 0, 0), tuple)  # what is cached cannot be spoilt
+
+
+@pytest.mark.parametrize("rows, limit, held_out", [(19, 256, 19), (20, 256, 4), (200, 256, 10),
+                                                  (6000, 256, 256), (6000, 8, 8)])
+def test_rows_held_out_of_a_file(tmp_path, rows, limit, held_out):
+    path = save(tmp_path, "jsonl", [{"text": str(i)} for i in range(rows)])
+    config = SimpleNamespace(data=path, columns="", seed=0, eval_data="", eval_rows=limit)
+    train, held = data.train_and_eval_rows(config, None)
+    assert len(held) == held_out
+    assert len({row["text"] for row in train + held}) == rows
+    assert rows < 20 or len(train) + len(held) == rows
+    config.seed = 1  # another order of training, the same rows held out
+    assert data.train_and_eval_rows(config, None)[1] == held
 
 
 def test_show_masks(capsys):

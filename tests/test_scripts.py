@@ -178,7 +178,7 @@ def flags_of(name, chain, data):
         "dpo": [*model, *pairs, *few],
         "ppo": [*model, "--reward_model", chain / "rm", "--toy_rows", 16, "--batch_size", 4,
                 "--critic_warmup", 1, *few],
-        "grpo": [*model, "--toy_rows", 16, "--batch_size", 3, "--group_size", 4, "--kl_coef", 0.1,
+        "grpo": [*model, "--toy_rows", 16, "--batch_size", 3, "--group_size", 4,
                  "--reward", f"{data}/reward.py:digits", *few],
     }[name]
 
@@ -350,8 +350,8 @@ def test_a_finished_run_is_not_overwritten_unless_told(chain, data, tmp_path):
 
 
 def test_generate(chain, tmp_path):
-    (tmp_path / "questions.txt").write_text("12+34=\n\n5+6=\n")
-    result = run("nanorlhf.generate", "--model", chain / "sft", "--prompts", "questions.txt",
+    (tmp_path / "questions.md").write_text("12+34=\n\n5+6=\n")
+    result = run("nanorlhf.generate", "--model", chain / "sft", "--prompts", "questions.md",
                  "--n", 2, "--max_new_tokens", 8, "--out", "answers.jsonl", cwd=tmp_path)
     assert result.status == 0, result.err
     rows = read_jsonl(tmp_path / "answers.jsonl")

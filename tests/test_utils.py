@@ -201,7 +201,7 @@ def test_out_of_memory_in_a_step(tmp_path, monkeypatch, capsys):
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as done:
         patch.setattr(train_sft, "optimizer_step", full)
-        run_script(lambda: train_sft.train(train_sft.Config(**flags)))
+        run_script(lambda: train_sft.train(train_sft.Config(**flags)), trains=True)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert done.value.code == 2 and "--micro_tokens" in line and "--resume" in line
     train_sft.train(train_sft.Config(**flags, micro_tokens=64, gradient_checkpointing=True,
@@ -349,7 +349,7 @@ def test_resume_notices_other_data_and_another_frozen_model(parsed, tmp_path):
 
     run = Run(parsed("--save_every", 1))
     run.start(frozen(1.0), model=frozen(0.5))
-    for step, _ in run.steps(200, 0):
+    for step, _ in run.steps(range(200), 0):
         run.end_step(step, {})
         if step == 1:
             break
@@ -358,16 +358,17 @@ def test_resume_notices_other_data_and_another_frozen_model(parsed, tmp_path):
         resumed.start(frozen(2.0), model=frozen(0.5))
     resumed = Run(parsed("--save_every", 1, "--resume"))
     done = resumed.start(frozen(1.0), model=frozen(0.5))
-    with pytest.raises(UserError, match="training rows was 200, is 150 now"):
-        next(resumed.steps(150, done))
-    assert next(resumed.steps(200, done))[0] == 2
+    for other in (range(150), range(1, 201)):  # fewer rows; as many, but others
+        with pytest.raises(UserError, match="checksum of the encoded training rows was"):
+            next(resumed.steps(other, done))
+    assert next(resumed.steps(range(200), done))[0] == 2
 
 
 @pytest.mark.parametrize("every, kept", [(0, 0), (150, 2), (300, 1)])
 def test_save_every(parsed, tmp_path, every, kept):
     run = Run(parsed("--device", "cpu", "--save_every", every, "--max_steps", 200))
     run.start(thing=Thing(0))
-    for step, _ in run.steps(200, 0):
+    for step, _ in run.steps(range(200), 0):
         run.end_step(step, {})
     assert len(list((tmp_path / "run" / "checkpoint").glob("*"))) == kept
 
@@ -509,7 +510,7 @@ def test_speed_leaves_out_what_happens_between_steps(parsed, monkeypatch):
     monkeypatch.setattr(utils.time, "perf_counter", lambda: next(times))
     run = Run(parsed())
     batch = Batch.from_rows([([5] * 10, [1] * 10)])
-    assert [run.speed(batch) for _ in zip(range(2), run.steps(200, 0))] == [5.0, 5.0]
+    assert [run.speed(batch) for _ in zip(range(2), run.steps(range(200), 0))] == [5.0, 5.0]
 
 
 def test_stats_of_micro_batches_add_up():
