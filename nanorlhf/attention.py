@@ -129,6 +129,15 @@ def paged_layout(cache, tables, starts, ends):
                   on(cache.device, slots), on(cache.device, positions))
 
 
+def decode_layout(cache, tables, positions):
+    """One new token at positions (R,) of each of R sequences in blocks (R, W), all on the device:
+    nothing is looked at, so that a CUDA graph can record it."""
+    (R, W), size = tables.shape, cache.block_size
+    slots = tables.gather(1, positions[:, None] // size)[:, 0] * size + positions % size
+    part = Rectangle(slice(0, R), positions[:, None], tables, W * size, False)
+    return Layout([part], None, cache, slots, positions)
+
+
 def pick(x, rows):
     return x.index_select(0, rows) if isinstance(rows, torch.Tensor) else x[rows]
 

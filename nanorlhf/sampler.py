@@ -34,6 +34,7 @@ from torch import nn
 from tqdm.auto import tqdm
 from transformers.pytorch_utils import Conv1D
 
+from nanorlhf import graphs
 from nanorlhf.attention import paged_layout
 from nanorlhf.cache import BlockManager, PagedKVCache
 from nanorlhf.utils import UserError
@@ -312,7 +313,7 @@ class Sampler:
         most = self.num_blocks or self._affordable_blocks()
         groups = [self._group(*request, most)
                   for request in zip(range(len(prompts)), prompts, params, strict=True)]
-        lower = torch.autocast(self.model.device.type, self.dtype,
+        lower = torch.autocast(self.model.device.type, self.dtype, cache_enabled=False,
                                enabled=self.model is not self.source)
         with evaluating(self.model), lower:
             self._run(groups, most, progress)
@@ -370,13 +371,14 @@ class Sampler:
         # The longest max_seqs samples side by side and one more in waiting.
         needed = sorted(-(-s.limit // self.block_size) for group in waiting for s in group)
         blocks = BlockManager(min(most_blocks, sum(needed[-self.max_seqs - 1:])), self.block_size)
-        cache = PagedKVCache(blocks.num_blocks, self.block_size, self.model.device)
+        cache = PagedKVCache(blocks.num_blocks + 1, self.block_size, self.model.device)
+        decode = (graphs.DecodeGraphs(self.model, cache) if graphs.usable(cache.device) else None)
         scheduler, used, unfilled = Scheduler(waiting, blocks, self.max_seqs), [], 0
         bar = tqdm(total=len(needed), disable=not progress, unit="sample")
         while scheduler.waiting or scheduler.running:
             copies, chunks, takers, rows = scheduler.step(self.max_prefill_tokens)
             cache.copy_blocks(copies)
-            logits = self._forward(cache, chunks, rows)
+            logits = self._forward(cache, chunks, rows, decode)
             used.append(blocks.used)
             unfilled += sum({s.blocks[-1]: len(s.blocks) * self.block_size - s.cached
                              for s in scheduler.running}.values())  # a shared block counts once
@@ -394,12 +396,14 @@ class Sampler:
             "kv_waste": unfilled / max(1, sum(used) * self.block_size),
             "prefix_blocks_saved": scheduler.blocks_saved}
 
-    def _forward(self, cache, chunks, rows):
+    def _forward(self, cache, chunks, rows, decode):
         """One pass over chunks (sequence, start, end) of ids; logits (R, V) after those in rows."""
         ids = torch.tensor([i for s, start, end in chunks for i in s.ids[start:end]])  # (N,)
         width = max(len(s.blocks) for s, _, _ in chunks)
         tables = np.array([s.blocks + [0] * (width - len(s.blocks)) for s, _, _ in chunks])
         starts, ends = np.array([chunk[1:] for chunk in chunks]).T
+        if decode and (ends - starts == 1).all():
+            return decode(ids.numpy(), tables, starts)[rows]
         last = torch.from_numpy(((ends - starts).cumsum() - 1)[rows]).to(cache.device)
         layout = paged_layout(cache, tables, starts, ends)
         return self.model(input_ids=ids[None].to(cache.device), layout=layout, use_cache=False,

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES, tiny_model
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.generation import logits_process as hf
 
 import nanorlhf.cache
+from nanorlhf import graphs
 from nanorlhf.cache import BlockManager, PagedKVCache
 from nanorlhf.sampler import (
     Sampler, SamplingParams, Scheduler, Sequence, choose, inverse_cdf, truncate, uniforms,
@@ -118,6 +120,36 @@ def test_a_plain_hf_model_comes_back_as_it_was(model):
     assert model.training and model.model.layers[0].mlp.training
     assert all(p.requires_grad and not p.is_inference() for p in model.parameters())
     model.eval().set_attn_implementation("nanorlhf")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_decode_graphs_give_the_same_samples(family, monkeypatch):
+    """What is recorded here is, as by CUDA, a list of operations on fixed memory: a replay runs no
+    Python of the model, so nothing that a step is made of may come from elsewhere."""
+    model, shapes = tiny_model(family), []
+    model.config.pad_token_id = None  # GPT-2 has none; where there is one, it looks for it
+    prompts, params = ids_of(5, 18, 1), SamplingParams(n=2, max_new_tokens=18, seed=3)
+
+    def samples():
+        sampler = Sampler(model, Endless(), block_size=4, max_seqs=4, num_blocks=14)
+        return sampler.generate(prompts, params), sampler.stats
+
+    plain, stats = samples()
+
+    def record(self, decode):
+        decode()
+        shapes.append(decode.__closure__[0].cell_contents.shape)
+        return make_fx(decode)()
+
+    monkeypatch.setattr(graphs, "usable", lambda device: True)
+    monkeypatch.setattr(graphs.DecodeGraphs, "record", record)
+    graphed, others = samples()
+    assert [c.token_ids for c in graphed] == [c.token_ids for c in plain]
+    for a, b in zip(graphed, plain):
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+    assert others["blocks_used"] == stats["blocks_used"] and others["preemptions"] > 0
+    assert 1 < len(shapes) < 8 < others["steps"] and len(set(shapes)) == len(shapes)
+    assert all(n & n - 1 == 0 for rows, width in shapes for n in (rows, width - 2))
 
 
 def test_filters_keep_what_hf_keeps():
