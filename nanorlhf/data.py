@@ -385,8 +385,7 @@ def _encode_rows(rows, encode_row, or_none=False):
             raise UserError(f"{row.get(ORIGIN, 'a row')}: {error}") from error
     lines = [f"dropped {count} of {len(rows)} rows: {why}" for why, count in dropped.items()]
     if not kept and not or_none:
-        raise UserError(f"no row is left ({'; '.join(lines)}); raise --max_len, mend the data or, "
-                        "if these were held out, give --eval_data")
+        raise UserError(f"no row is left ({'; '.join(lines)}); raise --max_len or mend the data")
     sys.stderr.writelines(line + "\n" for line in lines)
     return kept
 

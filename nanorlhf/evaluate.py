@@ -22,7 +22,7 @@ from nanorlhf.model import (eos_ids, is_scorer, load_policy, load_reference, loa
                             load_scorer, longest, sequence_scores)
 from nanorlhf.rollout import lay_out, mean, model_scores, right_answers, score_tokens
 from nanorlhf.sampler import Sampler, SamplingParams
-from nanorlhf.utils import DTYPES, clean, flag, main, writable
+from nanorlhf.utils import DTYPES, UserError, clean, flag, main, writable
 
 
 def pass_at_k(n, right, k):
@@ -131,7 +131,12 @@ class Config:
 
 def evaluate(cfg):
     out = None if cfg.out == "-" else writable(cfg.out)
-    metrics = evaluate_scorer(cfg) if is_scorer(cfg.model) else evaluate_policy(cfg)
+    scorer = is_scorer(cfg.model)
+    for name in ("base", "reward_model") if scorer else ("prompt", "response", "pairs_from"):
+        if getattr(cfg, name):
+            raise UserError(f"--{name} does not go with {cfg.model}, which is a "
+                            f"{'reward model' if scorer else 'policy'}")
+    metrics = evaluate_scorer(cfg) if scorer else evaluate_policy(cfg)
     for name, value in metrics.items():
         print(f"{name:<16}{value:.4f}")
     if out:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from nanorlhf import data
 from nanorlhf.model import load_policy
 from nanorlhf.sampler import Sampler, SamplingParams
-from nanorlhf.utils import DTYPES, UserError, flag, main, writable
+from nanorlhf.utils import DTYPES, UserError, flag, main, refuse, writable
 
 
 @dataclass
@@ -78,8 +78,12 @@ def read_prompts(cfg):
         return [{"prompt": cfg.prompt}]
     if path.suffix in data.FORMATS or not path.is_file():
         return data.load_rows(cfg.prompts)
-    lines = path.read_text("utf-8-sig").splitlines()
-    return [{"prompt": line.strip()} for line in lines if line.strip()]
+    try:
+        lines = path.read_text("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text in UTF-8: {error}") from None
+    rows = [{"prompt": line.strip()} for line in lines if line.strip()]
+    return rows or refuse(f"{path} holds no prompt")
 
 
 def converse(sampler, params, messages):

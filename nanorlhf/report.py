@@ -39,6 +39,8 @@ def curves(folders, path):
     """One picture: a panel for each metric, a line for each run, pale where rows are trained on.
     Runs of unlike length are each drawn over their whole course."""
     runs = {Path(folder): read_jsonl(Path(folder) / "metrics.jsonl") for folder in folders}
+    called = [folder.name for folder in runs]
+    short = {folder: folder if called.count(folder.name) > 1 else folder.name for folder in runs}
     known = {name for rows in runs.values() for row in rows for name in row}
     used = [names for names in PANELS if known & set(names)]
     lines, one = max(1, -(-len(used) // 3)), len(runs) == 1
@@ -51,7 +53,7 @@ def curves(folders, path):
             for name in there:
                 steps, values = points(rows, name)
                 scale = 1 if one else rows[-1]["step"]
-                label = name if one else folder.name if name == there[-1] else None
+                label = name if one else short[folder] if name == there[-1] else None
                 axis.plot([step / scale for step in steps], values, ".-", linewidth=1,
                           markersize=3, color=f"C{number}", label=label,
                           alpha=0.5 if name in ("loss", "accuracy", "margin") else 1.0)
@@ -124,8 +126,8 @@ def report(args):
     if args.out.is_file():
         raise UserError(f"--out {args.out} is a file; give a folder")
     for folder in args.runs:
-        if not (folder / "metrics.jsonl").exists():
-            raise UserError(f"{folder} is no run folder: it has no metrics.jsonl")
+        if not (log := folder / "metrics.jsonl").exists() or not read_jsonl(log):
+            raise UserError(f"{folder} is no run folder: it has no metrics.jsonl with a step")
     args.out.mkdir(parents=True, exist_ok=True)
     curves(args.runs, args.out / "curves.png")
     if args.base:

@@ -8,6 +8,7 @@ import torch
 from launch import run
 from nanorlhf import evaluate, toy
 from nanorlhf.model import save_model
+from nanorlhf.utils import UserError
 
 
 def test_histogram_of_margins():
@@ -73,3 +74,11 @@ def test_what_the_model_cannot_read_is_dropped_and_counted(tmp_path, capsys):
     evaluate.evaluate_policy(evaluate.Config(model=str(tmp_path / "policy"), data=str(file),
                                              max_new_tokens=4, device="cpu"))
     assert "dropped 1 of 2 rows: prompt longer than --max_len 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, kind", [("prompt", "policy"), ("pairs_from", "policy"),
+                                        ("base", "reward model"), ("reward_model", "reward model")])
+def test_a_flag_of_the_other_kind_of_model_is_refused(monkeypatch, name, kind):
+    monkeypatch.setattr(evaluate, "is_scorer", lambda path: kind == "reward model")
+    with pytest.raises(UserError, match=f"--{name} does not go with m, which is a {kind}"):
+        evaluate.evaluate(evaluate.Config(model="m", **{name: "x"}))

@@ -33,6 +33,8 @@ def data(tmp_path_factory):
     write_jsonl(folder / "pairs.jsonl", toy.pairs(40))
     write_jsonl(folder / "odd.jsonl", [{"colour": "blue", "size": 3}])
     write_jsonl(folder / "nothing.jsonl", [])
+    (folder / "latin.txt").write_bytes("é?\n".encode("latin-1"))
+    (folder / "blank.txt").write_text("\n \n")
     (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n{"prompt": \n')
     (folder / "reward.py").write_text(
         "def digits(prompts, completions, **_):\n"
@@ -126,6 +128,10 @@ BAD = {  # name -> script, flags, words of the error
     "nothing to answer": ("nanorlhf.generate", ["--model", "toy"], ["--prompt"]),
     "no prompt file": ("nanorlhf.generate", ["--model", "toy", "--prompts", "none.txt"],
                        ["none.txt"]),
+    "no UTF-8": ("nanorlhf.generate", ["--model", "toy", "--prompts", "{data}/latin.txt"],
+                 ["latin.txt", "UTF-8"]),
+    "no prompts": ("nanorlhf.generate", ["--model", "toy", "--prompts", "{data}/blank.txt"],
+                   ["blank.txt holds no prompt"]),
     "no policy to talk to": ("nanorlhf.generate", ["--prompt", "1+1="], ["train_grpo.py"]),
     "no samples": ("nanorlhf.generate", ["--model", "toy", "--prompt", "1", "--n", 0], ["--n 0"]),
     "nothing to measure": ("nanorlhf.evaluate", [], ["runs/grpo", "train_grpo.py"]),

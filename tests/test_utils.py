@@ -562,6 +562,18 @@ def test_curves_draw_every_point(tmp_path, monkeypatch):
     assert all(len(steps) == len(values) == 5 for steps, values in drawn)
 
 
+def test_a_legend_tells_runs_of_one_name_apart(tmp_path, monkeypatch):
+    labels, plot = [], Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda axis, *args, label=None, **kw: (
+        labels.append(str(label)), plot(axis, *args, label=label, **kw))[1])
+    folders = [tmp_path / name for name in ("a/sft", "b/sft", "b/rm")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    report.curves(folders, tmp_path / "curves.png")
+    assert labels == [str(folders[0]), str(folders[1]), "rm"]
+
+
 def test_occupancy_draws_every_pass(tmp_path, monkeypatch):
     drawn, plot = [], Axes.plot
     monkeypatch.setattr(Axes, "plot", lambda axis, *args, **kw: (
@@ -574,6 +586,9 @@ def test_occupancy_draws_every_pass(tmp_path, monkeypatch):
 
 def test_report_needs_runs(tmp_path):
     with pytest.raises(UserError, match="no run folder"):
+        report.report(report.arguments([str(tmp_path), "--out", str(tmp_path / "out")]))
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="with a step"):
         report.report(report.arguments([str(tmp_path), "--out", str(tmp_path / "out")]))
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="runs"):
