@@ -70,6 +70,8 @@ def train(cfg):
         raise UserError("--group_size must be at least 2: answers are measured against each other")
     if cfg.ref_model and not cfg.kl_coef:
         raise UserError("--ref_model is used by the KL term only; give a --kl_coef above 0")
+    if cfg.reward and cfg.reward_model:
+        raise UserError("give --reward or --reward_model, not both")
     run = Run(cfg)
 
     # --- data and reward ---

@@ -56,7 +56,7 @@ def train(cfg):
     start = run.start(model=scorer, optimizer=optimizer, scaler=scaler)
 
     # --- training ---
-    for step, picked in run.steps(pairs, start):
+    for step, picked in run.steps(list(zip(pairs, margins)), start):
         batch = data.Batch.from_rows([row for i in picked for row in pairs[i]]).to(cfg.device)
         margin = torch.tensor([margins[i] for i in picked], device=cfg.device)  # (P,)
         metrics, done = {}, 0

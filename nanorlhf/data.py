@@ -36,7 +36,9 @@ SHAPES = {
     "prompt": "prompt instruction question messages conversations +chosen+rejected",
 }
 SHAREGPT = {"from": "role", "value": "content"}
-ROLES = {"human": "user", "Human": "user", "gpt": "assistant", "Assistant": "assistant"}
+ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant",
+         "system": "system", "tool": "tool"}  # however they are capitalised
+TEXT = (str, int, float)  # types of a cell that is text: 5 is "5", but True is none
 # Without a chat template, strings are joined as they stand and chats written like HH-RLHF's.
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 DIALOGUE = ("{% for m in messages %}{{ '\n\n' + {'user': 'Human: ', 'assistant': 'Assistant: '}"
@@ -169,18 +171,21 @@ def _rows_of(spec):
 def _read(spec):
     """Pairs (number, row or its JSON): the line where a file has lines, else a count from 1."""
     path = Path(spec).expanduser()
-    if path.suffix == ".parquet":
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
         from pyarrow.parquet import read_table
         return enumerate(read_table(path).to_pylist(), 1)
-    if path.suffix == ".csv":
+    if suffix == ".csv":
         with path.open(encoding="utf-8-sig", newline="") as file:
             csv.field_size_limit(2**31 - 1)  # else 131072; a C long of 32 bits holds this much
             reader = csv.DictReader(file, strict=True)  # else an open quote swallows what follows
             try:
+                if len(set(reader.fieldnames or [])) < len(reader.fieldnames or []):
+                    raise ValueError("two columns have one name")
                 return [(reader.line_num, row) for row in reader]
             except csv.Error as error:
                 raise ValueError(f"row from line {reader.line_num + 1} on: {error}") from error
-    if path.suffix in (".json", ".jsonl") or path.is_file():
+    if suffix in (".json", ".jsonl") or path.is_file():
         raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # the mark that Windows editors leave
         if raw.lstrip().startswith(b"["):
             return enumerate(json.loads(raw), 1)
@@ -198,6 +203,12 @@ def _read(spec):
     return enumerate(data, 1)
 
 
+def _text(cell):
+    if type(cell) not in TEXT:
+        raise UserError(f"text is wanted, not {cell!r:.60}")
+    return str(cell)
+
+
 def _turns(cell, role="user"):
     """A cell as messages: OpenAI or ShareGPT turns, their JSON, an HH-RLHF dialogue or a text."""
     if isinstance(cell, str) and re.match(r'\s*\[\s*{\s*"(role|content|from|value)"', cell):
@@ -211,13 +222,26 @@ def _turns(cell, role="user"):
         turn = turn if isinstance(turn, dict) else {}
         turn = {SHAREGPT.get(name, name): v for name, v in turn.items() if v is not None}
         who, content = turn.get("role"), turn.get("content", "" if "tool_calls" in turn else None)
-        if not who or not isinstance(who, str) or not isinstance(content, (str, int, float)):
+        if not who or not isinstance(who, str) or type(content) not in TEXT:
             raise UserError(f"a turn needs a role and a content, both text; found {turn!r:.60}")
-        messages.append(turn | {"role": ROLES.get(who, who), "content": str(content)})  # 5 is "5"
+        messages.append(turn | {"role": ROLES.get(who.lower(), who), "content": str(content)})
     asked = [m["content"] for m in messages if m["role"] != "assistant"]
     if not messages or asked and not "".join(asked).strip():
         raise UserError("the prompt is empty")
     return messages
+
+
+def _join(prompt, side):
+    """One conversation: a side that opens with the assistant is a reply, any other one repeats the
+    end of the prompt."""
+    if not prompt or side[0]["role"] == "assistant":
+        return prompt + side
+    asked, again = ([(m["role"], m["content"].strip()) for m in turns] for turns in (prompt, side))
+    for i in range(len(asked)):
+        if asked[i:] == again[:len(asked) - i]:
+            return prompt[:i] + side
+    raise UserError("the prompt column says something else than the turns before the reply; mend "
+                    "it, or rename it away: --columns unused=prompt")
 
 
 def _conversations(row, kind):
@@ -235,14 +259,15 @@ def _conversations(row, kind):
                           if name != ORIGIN) or "nothing"
         raise UserError(f"not a {kind} row: it has {found}; give {known}")
     if others == ["text"]:
-        return "", [str(cells["text"])], cells
-    more = cells.get("input") if ask == "instruction" else None
-    prompt = _turns(f"{cells[ask]}\n\n{more}" if more else cells[ask]) if ask else []
+        return "", [_text(cells["text"])], cells
+    opening = cells.get(ask)
+    if ask == "instruction" and cells.get("input", "") != "":
+        opening = f"{_text(opening)}\n\n{_text(cells['input'])}"
+    prompt = _turns(opening) if ask else []
     while prompt and prompt[-1]["role"] == "assistant":
         prompt.pop()
     sides = [_turns(cells[name], "assistant") for name in others]
-    # A side that opens with the assistant is a reply, any other one repeats the prompt.
-    sides = [prompt + side if side[0]["role"] == "assistant" else side for side in sides]
+    sides = [_join(prompt, side) for side in sides]
     if any(not turns or turns[0]["role"] == "assistant" for turns in sides or [prompt]):
         raise UserError("there is no prompt before the reply; add a prompt column")
     return prompt, sides, cells
@@ -289,9 +314,12 @@ def set_template(tokenizer, template):
 def _render(tokenizer, template, messages, **more):
     """The text of a chat. A template that loses what a user says is an error."""
     text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **more)
-    told = "".join(text.split())
-    if any("".join(m["content"].split()) not in told for m in messages if m["role"] == "user"):
-        raise UserError("the chat template leaves out a user's turn; give another --chat_template")
+    told, at = "".join(text.split()), 0
+    for role, said in ((m["role"], "".join(m["content"].split())) for m in messages):
+        if role == "user" and (at := told.find(said, at) + len(said)) < len(said):
+            raise UserError("the chat template leaves out a user's turn; give another one")
+        if role == "system" and said not in told:
+            warn("the chat template leaves out the system turn")
     return text
 
 

@@ -136,6 +136,8 @@ def evaluate(cfg):
         if getattr(cfg, name):
             raise UserError(f"--{name} does not go with {cfg.model}, which is a "
                             f"{'reward model' if scorer else 'policy'}")
+    if cfg.response and not cfg.prompt or cfg.base and not cfg.temperature:
+        raise UserError("--response needs its --prompt, and --base a --temperature above 0")
     metrics = evaluate_scorer(cfg) if scorer else evaluate_policy(cfg)
     for name, value in metrics.items():
         print(f"{name:<16}{value:.4f}")
@@ -159,7 +161,8 @@ def evaluate_policy(cfg):
     batch = lay_out(completions, cfg.device)
     if cfg.base:
         base = load_reference(cfg.base, model, tokenizer, cfg.device)
-        logp, base_logp = (score_tokens(m, batch, 1.0, cfg.micro_tokens)[0] for m in (model, base))
+        logp, base_logp = (score_tokens(m, batch, cfg.temperature, cfg.micro_tokens)[0]
+                           for m in (model, base))
         metrics["kl"] = float((logp - base_logp).sum()) / len(batch)
     if cfg.reward_model:
         scores = model_scores(scorer, batch, cfg.micro_tokens).tolist()

@@ -52,9 +52,11 @@ def generate(cfg):
     sampler = Sampler(*load_policy(cfg.model, cfg.device), dtype=DTYPES[cfg.dtype])
     opening = [{"role": "system", "content": cfg.system}] if cfg.system else []
     if cfg.interactive:
-        return converse(sampler, params, opening)
+        return converse(sampler, params, opening, cfg.max_len)
     if opening:
         rows = [{"messages": opening + data.to_prompt(row)[0]} for row in rows]
+        if any(row["messages"][1]["role"] == "system" for row in rows):
+            raise UserError("--system: there are prompts that have a system message already")
     prompts = data.encode_prompts(rows, sampler.tokenizer, cfg.max_len)
     completions = sampler.generate([ids for ids, _ in prompts], params, progress=len(prompts) > 1)
     answers = [{"prompt": prompts[c.prompt_index][1]["prompt"], "response": c.text,
@@ -79,20 +81,20 @@ def read_prompts(cfg):
     if path.suffix in data.FORMATS or not path.is_file():
         return data.load_rows(cfg.prompts)
     try:
-        lines = path.read_text("utf-8-sig").splitlines()
+        lines = path.read_text("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is no text in UTF-8: {error}") from None
     rows = [{"prompt": line.strip()} for line in lines if line.strip()]
     return rows or refuse(f"{path} holds no prompt")
 
 
-def converse(sampler, params, messages):
+def converse(sampler, params, messages, max_len):
     """A conversation on the keyboard; an empty line ends it."""
     print("an empty line ends the conversation", file=sys.stderr)
     with suppress(EOFError):
         while text := input("you: ").strip():
             messages.append({"role": "user", "content": text})
-            ids, _ = data.encode(messages, sampler.tokenizer, prompt_only=True)
+            [(ids, _)] = data.encode_prompts([{"messages": messages}], sampler.tokenizer, max_len)
             [completion] = sampler.generate([ids], params)
             if completion.finish_reason == "refused":
                 raise UserError(completion.text)

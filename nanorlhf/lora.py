@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -170,9 +170,13 @@ def read(path):
         return None
     try:
         config = json.loads(file.read_text())
-        Path(config["base_model_name_or_path"])
+        stacked = (Path(config["base_model_name_or_path"]) / file.name).exists()
+        if not (config["r"] >= 1 and config["lora_alpha"] > 0):
+            raise ValueError
     except (ValueError, TypeError, KeyError):
         raise UserError(f"{file} is damaged, or names no model as its base") from None
+    if stacked:
+        raise UserError(f"{path} is an adapter on an adapter; merge its base with nanorlhf.lora")
     return {"task_type": "CAUSAL_LM"} | config
 
 
@@ -185,9 +189,12 @@ def load(model, path, config):
     file = Path(path) / "adapter_model.safetensors"
     if not file.exists():
         raise UserError(f"{path} has an adapter_config.json, but no {file.name}")
-    with safe_open(file, "pt") as opened:
-        weights = {key: opened.get_tensor(key) for key in opened.keys()}
-        metadata = opened.metadata() or {}
+    try:
+        with safe_open(file, "pt") as opened:
+            weights = {key: opened.get_tensor(key) for key in opened.keys()}
+            metadata = opened.metadata() or {}
+    except SafetensorError as error:
+        raise UserError(f"{file} is damaged: {error}") from None
     model.config.update({key: float(metadata[key]) for key in SCALE if key in metadata})
     attach(model, [name for name in linear_layers(model)
                    if f"{PREFIX}{name}.lora_A.weight" in weights], config)

@@ -198,7 +198,7 @@ def group_advantages(rewards, group_size, kind):
         raise UserError("group_size must be at least 2: an answer is judged against the others")
     if rewards.dim() != 1 or len(rewards) % group_size:
         raise ValueError(f"rewards {tuple(rewards.shape)} are not whole groups of {group_size}")
-    R = rewards.reshape(-1, group_size).to(torch.promote_types(rewards.dtype, torch.float32))
+    R = rewards.reshape(-1, group_size).double()  # squares of large rewards leave fp32
     n = (~R.isnan()).sum(1, keepdim=True).clamp(min=2)
     # Against the best first: equal rewards become exact zeros, which their mean need not be.
     R = R - R.masked_fill(R.isnan(), -torch.inf).amax(1, keepdim=True)
@@ -207,7 +207,7 @@ def group_advantages(rewards, group_size, kind):
         centred = centred / ((centred.square().nansum(1, keepdim=True) / (n - 1)).sqrt() + 1e-6)
     elif kind == "rloo":
         centred = centred * n / (n - 1)
-    return centred.nan_to_num(0).view(-1)
+    return centred.nan_to_num(0).view(-1).to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 @torch.no_grad()

@@ -146,6 +146,8 @@ def read_folder(path):
         name = Path(path).name  # of a folder that a script makes unless told otherwise
         made = f"; `python train_{name}.py` makes it" if name in RUNS else ""
         raise UserError(f"no model folder {path}{made}")
+    if (Path(path) / "args.json").exists() and not list(Path(path).glob("*config.json")):
+        raise UserError(f"{path} is a run that has not finished; --resume goes on with it")
     if adapter := lora.read(path):
         try:
             tokenizer, _ = read_folder(adapter["base_model_name_or_path"])
@@ -157,8 +159,9 @@ def read_folder(path):
     try:
         tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
         return tokenizer, "ForSequenceClassification" in str(config.architectures)
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot load a model from {path}: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # whatever a damaged file raises
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"cannot load a model from {path}: {why}") from None
 
 
 def prepare(model, name):
@@ -189,6 +192,8 @@ def check(model):
     is_policy = model.get_output_embeddings() is not None
     model.set_attn_implementation("eager")
     theirs = [model(input_ids=ids[None], use_cache=False).logits[0].float() for ids in rows]
+    if not all(logits.isfinite().all() for logits in theirs):
+        raise ValueError("its outputs are not finite numbers, so its weights are broken")
     if is_policy:
         theirs = [logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
                   for logits, ids in zip(theirs, rows)]

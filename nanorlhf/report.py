@@ -29,6 +29,11 @@ PANELS = [  # whichever metrics of a list a run has are drawn in one panel
 ]
 
 
+def plain(name):
+    """A name as it stands; between two $ matplotlib would see a formula."""
+    return str(name).replace("$", r"\$")
+
+
 def points(rows, name):
     """(steps, values) of a metric. A value that was not finite (null) leaves a visible gap."""
     pairs = [(row["step"], row[name]) for row in rows if name in row]
@@ -40,7 +45,8 @@ def curves(folders, path):
     Runs of unlike length are each drawn over their whole course."""
     runs = {Path(folder): read_jsonl(Path(folder) / "metrics.jsonl") for folder in folders}
     called = [folder.name for folder in runs]
-    short = {folder: folder if called.count(folder.name) > 1 else folder.name for folder in runs}
+    short = {folder: plain(folder if called.count(folder.name) > 1 else folder.name)
+             for folder in runs}
     known = {name for rows in runs.values() for row in rows for name in row}
     used = [names for names in PANELS if known & set(names)]
     lines, one = max(1, -(-len(used) // 3)), len(runs) == 1
@@ -106,7 +112,7 @@ def distance_picture(table, path):
         at = row["kl"], row["gold_score"]
         [mark] = axis.plot(*at, "o" if log.exists() else "ks")
         left = number % 2 == 0  # neighbours are named on different sides
-        axis.annotate(Path(name).name, at, (-5 if left else 5, -3), fontsize=8,
+        axis.annotate(plain(Path(name).name), at, (-5 if left else 5, -3), fontsize=8,
                       textcoords="offset points", ha="right" if left else "left")
         axis.plot(points(course, "kl_sequence")[1], points(course, "eval_gold_score")[1],
                   color=mark.get_color(), alpha=0.5)
@@ -128,10 +134,12 @@ def report(args):
     for folder in args.runs:
         if not (log := folder / "metrics.jsonl").exists() or not read_jsonl(log):
             raise UserError(f"{folder} is no run folder: it has no metrics.jsonl with a step")
+    if min(args.n, args.limit, args.max_new_tokens) < 1:
+        raise UserError("--n, --limit and --max_new_tokens must be at least 1")
+    table = compare(args) if args.base else {}
     args.out.mkdir(parents=True, exist_ok=True)
     curves(args.runs, args.out / "curves.png")
-    if args.base:
-        table = compare(args)
+    if table:
         distance_picture(table, args.out / "gold_vs_kl.png")
         (args.out / "report.md").write_text(markdown(table))
         print(markdown(table))

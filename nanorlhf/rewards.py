@@ -8,9 +8,9 @@ could be slow see at most LIMIT characters: no completion can hang a run, no tim
 """
 
 import inspect
-import math
 import re
 import runpy
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -131,7 +131,10 @@ def load_reward(name):
     if name in BUILT_IN:
         return BUILT_IN[name]
     path, _, function = name.rpartition(":")
-    own = runpy.run_path(path, run_name="user_reward") if Path(path).is_file() else {}
+    own = {}
+    if Path(path).is_file():
+        sys.path.insert(0, str(Path(path).resolve().parent))  # it may import what lies beside it
+        own = runpy.run_path(path, run_name="user_reward")
     if not callable(own.get(function)):
         why = f"{path} defines no {function}" if own else "there is no such file"
         raise UserError(f"no reward {name}: {why}; give {', '.join(BUILT_IN)} or file.py:function")
@@ -140,18 +143,19 @@ def load_reward(name):
 
 def call_reward(reward, prompts, completions, /, **columns):
     """What a reward returns, checked: one float or None for each completion. Tensors, arrays and
-    their scalars become floats, NaN and infinities None."""
+    their scalars become floats, NaN and what exceeds 1e30 None."""
     name = getattr(reward, "__name__", type(reward).__name__)
     try:
         inspect.signature(reward).bind(prompts, completions, **columns)
     except TypeError as error:
         raise UserError(f"reward {name}: {error} (columns: {', '.join(columns) or 'none'}; "
                         "a reward takes those it does not use by **_)") from None
+    count = len(completions)  # before a reward has its hands on them
     scores = reward(prompts, completions, **columns)
     scores = scores.tolist() if hasattr(scores, "tolist") else scores
     try:
-        numbers = np.array(scores, dtype=float).reshape(len(completions)).tolist()  # None: NaN
-    except (TypeError, ValueError):
-        raise UserError(f"reward {name} must return a list of {len(completions)} numbers or None, "
-                        f"one for each completion; got {scores!r:.80}") from None
-    return [x if math.isfinite(x) else None for x in numbers]
+        numbers = np.array(scores, dtype=float).reshape(count).tolist()  # None: NaN
+    except (TypeError, ValueError, OverflowError):
+        raise UserError(f"reward {name} must return a list of {count} numbers or None, one for "
+                        f"each completion; got {scores!r:.80}") from None
+    return [x if abs(x) < 1e30 else None for x in numbers]  # float32 ends near 3e38

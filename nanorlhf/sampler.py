@@ -37,7 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from nanorlhf import graphs
 from nanorlhf.attention import paged_layout
 from nanorlhf.cache import BlockManager, PagedKVCache
-from nanorlhf.utils import UserError
+from nanorlhf.utils import DTYPES, UserError
 
 CPU_CACHE_BYTES = 2 * 1024**3
 CUDA_CACHE_SHARE = 0.5  # of the memory that is free when a call begins
@@ -276,6 +276,8 @@ class Sampler:
             raise UserError("block_size, max_seqs and max_prefill_tokens must be at least 1")
         self.source, self.model, self.dtype = model, model, dtype or model.dtype
         if self.dtype != model.dtype:
+            if dtype not in DTYPES.values():
+                raise UserError(f"dtype must be one of {', '.join(map(str, DTYPES.values()))}")
             if model.dtype != torch.float32:
                 raise UserError(f"a model in {model.dtype} is sampled from as it is: no dtype")
             self.model = deepcopy(model, {id(w): w for w in model.parameters()})

@@ -19,6 +19,7 @@ from difflib import get_close_matches
 from functools import lru_cache, reduce
 from importlib.util import find_spec
 from pathlib import Path
+from zipfile import ZipFile
 from zlib import crc32
 
 import numpy as np
@@ -132,7 +133,7 @@ def parse(config_class, doc):
     if config.device == "auto":
         config.device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=config.device, dtype=torch.float64)  # which the sampler needs
+        torch.empty(0, device=config.device, dtype=torch.float64).tolist()  # the sampler needs it
     except (RuntimeError, AssertionError, TypeError) as error:
         raise UserError(f"--device {config.device} cannot be used here "
                         f"({str(error).splitlines()[0]}); use --device cpu") from None
@@ -159,7 +160,7 @@ def run_script(action, trains=False):
     """A UserError becomes one line and exit status 2."""
     try:
         return action()
-    except UserError as error:
+    except (UserError, OSError) as error:  # OSError: no right to write, a full disk
         message, status = f"error: {error}", 2
     except torch.OutOfMemoryError as error:
         message, status = f"error: out of memory ({str(error).split('. ')[0]}); " + (
@@ -266,6 +267,7 @@ class Run:
         self.config, self.folder, self.track = config, Path(config.out), None
         self.args_file, self.checkpoints = self.folder / "args.json", self.folder / "checkpoint"
         self.kept = {}  # numbers that a resume needs besides the states of objects
+        self.sizes = {}  # of the logs, as this run left them
         if not config.show_data:  # which writes nothing
             self._check()
 
@@ -281,17 +283,19 @@ class Run:
         if config.resume and config.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
         if config.overwrite:
-            for name in ("model", "ref_model", "reward_model"):
-                used = Path(getattr(config, name, "") or "toy").resolve()
+            if self.existing and not self.args_file.exists():
+                raise UserError(f"--overwrite: {folder} holds {self.existing[0].name}, but no "
+                                "args.json, so it is no run of ours; give another --out")
+            for name, used in self._inputs():
                 if folder.resolve() in (used, *used.parents):
                     raise UserError(f"--out {folder} would overwrite --{name} {used}")
         elif config.resume:
             try:
                 args = json.loads(self.args_file.read_text())
-                finished, flags = args["finished"], args["flags"]
+                finished, flags = args["finished"], dict(args["flags"])
             except (OSError, ValueError, TypeError, KeyError):
                 raise UserError(f"--resume: {folder} holds no run to go on with: args.json is "
-                                "missing or damaged; start anew with --overwrite") from None
+                                "missing or damaged; start anew in another --out") from None
             if finished:
                 raise UserError(f"--resume: {folder} holds a finished run")
             changed = [f"--{name} (was {old}, now {new})" for name, old in flags.items()
@@ -302,6 +306,15 @@ class Run:
             raise UserError(f"{folder} holds a run or a model; choose another --out, --resume an "
                             "unfinished run, or --overwrite what is there")
 
+    def _inputs(self):
+        """(flag, path) of what the run reads, an adapter's base and each file of a mixture too."""
+        from nanorlhf import lora
+        for name in ("model", "ref_model", "reward_model", "data", "eval_data", "chat_template"):
+            for part in re.split(r"(?:\*[\d.]+)?(?:,|$)", str(getattr(self.config, name, ""))):
+                adapter = lora.read(part) or {} if part else {}
+                for path in filter(None, (part, adapter.get("base_model_name_or_path"))):
+                    yield name, Path(path).resolve()
+
     def start(self, *frozen, **objects):
         """Take the objects whose state a resume needs, and the frozen models, which it must find
         unchanged; returns the number of steps done."""
@@ -311,11 +324,14 @@ class Run:
         print(f"memory: training takes about {need / 1e9:.2f} GB more" + (
             f"; that does not fit, {free / 1e9:.2f} GB are left: {SMALLER}" if need > free else ""))
         modules += [thing for thing in frozen if isinstance(thing, torch.nn.Module)]
-        size = sum(weight.detach().double().abs().sum()
-                   for model in modules for weight in model.parameters())
-        done = self._restore() if self.config.resume else 0
-        self._keep("sum of the start models' weights", clean(size))
-        return done
+        weights = (w.detach().cpu().contiguous() for m in modules for w in m.parameters())
+        weights = checksum(w.view(torch.uint8).numpy() for w in weights)
+        self.done = self._restore() if self.config.resume else 0
+        self._keep("checksum of the start models' weights", weights)
+        own = Path(getattr(self.config, "reward", "").rpartition(":")[0])  # a user's file
+        self._keep("checksum of the --reward file",
+                   checksum([own.read_bytes()] if own.is_file() else []))
+        return self.done
 
     def _keep(self, what, value):
         """Remember a number that a resumed run must find again."""
@@ -327,11 +343,18 @@ class Run:
         """Make the folder, at the first step that is logged: what fails before leaves nothing."""
         if self.config.overwrite:
             for path in self.existing:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                linked = path.is_symlink() or path.is_file()
+                path.unlink() if linked else shutil.rmtree(path)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._write_args(finished=False)
         for name in LOGS:
-            (self.folder / name).touch()
+            log = self.folder / name
+            if self.config.resume:  # steps after the checkpoint are run again
+                rows = [row for row in read_jsonl(log) if row["step"] <= self.done]
+                write_atomically(log, "".join(json.dumps(row) + "\n" for row in rows))
+            else:
+                log.touch(exist_ok=False)
+            self.sizes[name] = log.stat().st_size
+        self._write_args(finished=False)
         self.track = lambda values, step: None
         if self.config.report_to == "wandb":
             import wandb
@@ -353,7 +376,7 @@ class Run:
         """Yield (step, numbers of its rows), behind a progress bar. Each of --epochs takes every
         row once, in an order of its own; its last step may have fewer rows."""
         self._keep("checksum of the encoded training rows",
-                   reduce(lambda crc, row: crc32(repr(row).encode(), crc), rows, 0))
+                   checksum(repr(row).encode() for row in rows))
         size, steps_per_epoch = self.config.batch_size, -(-len(rows) // self.config.batch_size)
         self.total = self.config.max_steps or self.config.epochs * steps_per_epoch
         self.bar = tqdm(range(start, self.total), self.folder.name, self.total, initial=start)
@@ -389,9 +412,12 @@ class Run:
     def _append(self, name, step, row):
         if self.track is None:
             self._open()
-        values = {"step": step} | {k: clean(v) for k, v in row.items()}
-        with open(self.folder / name, "a") as file:
+        values, log = {"step": step} | {k: clean(v) for k, v in row.items()}, self.folder / name
+        if not log.exists() or log.stat().st_size != self.sizes[name]:
+            raise UserError(f"somebody else has changed {log}; give each run a folder of its own")
+        with open(log, "a") as file:
             file.write(json.dumps(values) + "\n")
+        self.sizes[name] = log.stat().st_size
         return values
 
     def save(self, step):
@@ -409,31 +435,34 @@ class Run:
         """Load the newest complete resume point into the objects; returns its step."""
         for file in sorted(self.checkpoints.glob("step_*.pt"), reverse=True):
             try:
+                if bad := ZipFile(file).testzip():  # torch does not look at these checksums
+                    raise ValueError(f"{bad} is damaged")
                 saved = torch.load(file, map_location="cpu", weights_only=False)
+                self.kept, rng = saved["kept"], saved["rng"]
                 break
             except Exception as error:  # whatever a damaged file raises: try the one before
                 warn(f"{file} is damaged ({type(error).__name__}); using the checkpoint before it")
         else:
             raise UserError(f"{self.checkpoints} holds no complete checkpoint; start anew with "
                             "--overwrite")
-        self.kept = saved["kept"]
+        logged = [row["step"] for row in read_jsonl(self.folder / LOGS[0])][:saved["step"]]
+        if logged != [*range(1, saved["step"] + 1)]:
+            raise UserError(f"--resume: {self.folder / LOGS[0]} lacks steps that the checkpoint "
+                            "has; start anew with --overwrite")
         for name, thing in self.objects.items():  # frozen weights stay those of the start model
             thing.load_state_dict(thing.state_dict() | saved["state"][name])
-        for name in LOGS:  # steps after the checkpoint are run again
-            rows = [row for row in read_jsonl(self.folder / name) if row["step"] <= saved["step"]]
-            write_atomically(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
-        random.setstate(saved["rng"]["python"])
-        np.random.set_state(saved["rng"]["numpy"])
-        torch.set_rng_state(saved["rng"]["torch"])
-        torch.cuda.set_rng_state_all(saved["rng"]["cuda"])
+        random.setstate(rng["python"])
+        np.random.set_state(rng["numpy"])
+        torch.set_rng_state(rng["torch"])
+        torch.cuda.set_rng_state_all(rng["cuda"])
         return saved["step"]
 
     def finish(self, save_model):
         """Write the model with `save_model(folder)`, mark the run as finished, draw its curves."""
         from nanorlhf import report
         save_model(self.folder)
-        self._write_args(finished=True)
         report.curves([self.folder], self.folder / "curves.png")
+        self._write_args(finished=True)
         print(f"finished: {self.folder}")
 
 
@@ -444,21 +473,30 @@ def state_of(thing):
     return thing.state_dict()
 
 
+def checksum(parts):
+    """CRC-32 of byte strings or arrays, one after the other."""
+    return reduce(lambda crc, part: crc32(part, crc), parts, 0)
+
+
 def writable(path):
-    """The path of a file to write, refused before the work rather than after it."""
+    """The path of a new file, refused before the work rather than after it."""
     path = Path(path)
-    if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"--out {path} is a folder, or lies in none; give a file to write")
+    if path.exists() or not path.parent.is_dir():
+        raise UserError(f"--out {path} exists, or lies in no folder; give a new file to write")
     return path
 
 
 def write_atomically(path, content):
     """A text, or a checkpoint, stands in the file whole or not at all."""
     new = path.with_name("writing.tmp")
-    with open(new, "wb") as file:
-        file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(new, "wb") as file:
+            file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch's of a full disk is a RuntimeError
+        new.unlink(missing_ok=True)
+        raise OSError(f"cannot write {path} ({error}); is the disk full?") from None
     os.replace(new, path)
 
 
@@ -488,6 +526,9 @@ def read_jsonl(path):
     """The objects of a log; a last line that a kill has torn is left out."""
     try:
         lines = Path(path).read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        if not all(isinstance(row, dict) and type(row.get("step")) is int for row in rows):
+            raise ValueError("not every line is an object with a step")
+        return rows
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+        raise UserError(f"cannot read the log {path}: {error}") from None

@@ -13,7 +13,7 @@ from transformers import (
     AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast,
 )
 
-from nanorlhf import data, evaluate, toy
+from nanorlhf import data, evaluate, toy, utils
 from nanorlhf.data import (
     Batch,
     encode,
@@ -783,6 +783,55 @@ def test_rows_that_break_a_template_or_nest_too_deep_are_named(tmp_path):
         (tmp_path / "rows.jsonl").write_text(text)
         with pytest.raises(UserError, match=where + ".*recursion"):
             load_rows(str(tmp_path / "rows.jsonl"))
+
+
+def test_capital_suffixes_and_two_columns_of_one_name(tmp_path):
+    (tmp_path / "ROWS.CSV").write_text("text\na\n")
+    assert load_rows(str(tmp_path / "ROWS.CSV"))[0]["text"] == "a"
+    (tmp_path / "rows.csv").write_text("text,text\na,b\n")
+    with pytest.raises(UserError, match="two columns have one name"):
+        load_rows(str(tmp_path / "rows.csv"))
+
+
+def test_roles_in_capitals_are_the_same_roles():
+    turns = [{"role": "System", "content": "s"}, {"role": "User", "content": "q"},
+             {"from": "GPT", "value": "a"}, {"role": "Custom", "content": "c"}]
+    assert [m["role"] for m in data._turns(turns)] == ["system", "user", "assistant", "Custom"]
+
+
+@pytest.mark.parametrize("row", [
+    {"text": {"a": 1}}, {"text": ["a"]}, {"text": False}, {"prompt": "q", "completion": True},
+    {"instruction": ["a"], "input": "b", "output": "c"},
+    {"instruction": "a", "input": {"b": 1}, "output": "c"}])
+def test_only_text_and_numbers_are_text(row):
+    with pytest.raises(UserError, match="text"):
+        encode_sft([row], make_tokenizer(), 99)
+
+
+def test_an_input_of_zero_is_an_input():
+    row = {"instruction": "double", "input": 0, "output": 0}
+    assert to_messages(row) == chat("double\n\n0", "0")
+    assert to_messages(row | {"input": ""}) == chat("double", "0")
+
+
+def test_a_prompt_column_and_sides_that_repeat_its_end():
+    system = [{"role": "system", "content": "be terse"}]
+    sides = {"chosen": chat("q", "a"), "rejected": chat("q", "b")}
+    for prompt, whole in ((system + chat("q"), system + chat("q")), (chat("q"), chat("q")),
+                          (" q\n", chat("q")), (chat("p", "r", "q"), chat("p", "r", "q"))):
+        assert to_pair({"prompt": prompt} | sides) == (
+            whole, chat("q", "a")[1:], chat("q", "b")[1:], 0.0)
+    with pytest.raises(UserError, match="something else than the turns"):
+        to_pair({"prompt": "q", "chosen": chat("other", "a"), "rejected": chat("other", "b")})
+
+
+def test_a_template_that_leaves_out_the_system_turn_is_told(capsys):
+    bare = make_tokenizer(CHATML.replace(
+        "{{ '<|im_start|>' + m.role", "{% if m.role != 'system' %}{{ '<|im_start|>' + m.role"
+    ).replace("+ '<|im_end|>\n' }}", "+ '<|im_end|>\n' }}{% endif %}"))
+    utils.warn.cache_clear()
+    encode([{"role": "system", "content": "be terse"}, *chat("q", "a")], bare)
+    assert "leaves out the system turn" in capsys.readouterr().err
 
 
 def test_csv_cells_may_be_long_but_not_left_open(tmp_path):

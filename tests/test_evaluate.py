@@ -82,3 +82,20 @@ def test_a_flag_of_the_other_kind_of_model_is_refused(monkeypatch, name, kind):
     monkeypatch.setattr(evaluate, "is_scorer", lambda path: kind == "reward model")
     with pytest.raises(UserError, match=f"--{name} does not go with m, which is a {kind}"):
         evaluate.evaluate(evaluate.Config(model="m", **{name: "x"}))
+
+
+def test_kl_is_of_the_distributions_that_were_sampled_from(monkeypatch, tmp_path):
+    save_model(toy.new_model(0), toy.tokenizer(), tmp_path / "policy")
+    save_model(toy.new_model(1), toy.tokenizer(), tmp_path / "base")
+    asked, score = [], evaluate.score_tokens
+    monkeypatch.setattr(evaluate, "score_tokens", lambda model, batch, temperature, micro: (
+        asked.append(temperature), score(model, batch, temperature, micro))[1])
+    flags = dict(model=str(tmp_path / "policy"), base=str(tmp_path / "base"), device="cpu",
+                 max_new_tokens=4, limit=4)
+    assert evaluate.evaluate_policy(evaluate.Config(temperature=0.5, **flags))["kl"] > 0
+    assert asked == [0.5, 0.5]
+    with pytest.raises(UserError, match="--temperature above 0"):
+        evaluate.evaluate(evaluate.Config(temperature=0.0, **flags))
+    with pytest.raises(UserError, match="its --prompt"):
+        monkeypatch.setattr(evaluate, "is_scorer", lambda path: True)
+        evaluate.evaluate(evaluate.Config(model="rm", response="x"))

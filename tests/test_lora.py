@@ -427,9 +427,27 @@ def test_adapters_that_would_be_computed_wrongly_are_refused(change, message, ba
     (folder / "adapter_config.json").write_text(json.dumps(config | change))
     with pytest.raises(UserError, match=message):
         load_policy(str(folder))
-    (folder / "adapter_config.json").write_text("{")
-    with pytest.raises(UserError, match="is damaged"):
-        load_policy(str(folder))
+    for text in ("{", json.dumps(config | {"r": 0}), json.dumps(config | {"r": "4"}),
+                 json.dumps({k: v for k, v in config.items() if k != "lora_alpha"})):
+        (folder / "adapter_config.json").write_text(text)
+        with pytest.raises(UserError, match="is damaged"):
+            load_policy(str(folder))
+
+
+def test_adapters_on_adapters_and_damaged_ones_are_refused(base, tmp_path):
+    model, _ = adapted(base())
+    for name in ("itself", "upper", "cut"):
+        (tmp_path / name).mkdir()
+        lora.save(model, tmp_path / name)
+    for name, on in (("itself", "itself"), ("upper", "cut")):
+        config = tmp_path / name / "adapter_config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {
+            "base_model_name_or_path": str(tmp_path / on)}))
+        with pytest.raises(UserError, match="an adapter on an adapter; merge its base"):
+            load_policy(str(tmp_path / name))
+    (tmp_path / "cut" / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="adapter_model.safetensors is damaged"):
+        load_policy(str(tmp_path / "cut"))
 
 
 def test_targets_without_a_rank_are_refused(base):

@@ -499,3 +499,11 @@ def test_the_loss_goes_where_it_should():
     chosen = torch.zeros(1, requires_grad=True)
     dpo_loss(chosen, torch.zeros(1), torch.zeros(1), torch.zeros(1)).backward()
     assert chosen.grad < 0
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e20, 9e29])
+def test_group_advantages_of_large_and_small_rewards(scale):
+    rewards = torch.tensor([0.0, scale, scale, 0.0])
+    A = group_advantages(rewards, 4, "grpo")
+    assert A.dtype == torch.float32
+    close(A, torch.tensor([-1.0, 1, 1, -1]) * 0.5 * scale / (3**-0.5 * scale + 1e-6))

@@ -201,6 +201,25 @@ def test_missing_models_name_the_command_that_makes_them(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="cannot load a model from ./empty"):
         load_policy("./empty")
+    (tmp_path / "empty" / "args.json").write_text("{}")
+    with pytest.raises(UserError, match="./empty is a run that has not finished; --resume"):
+        load_policy("./empty")
+
+
+def test_damaged_folders_are_one_line(tmp_path):
+    save_model(toy.new_model(), toy.tokenizer(), tmp_path)
+    for name, text in (("tokenizer.json", "{}"), ("config.json", "[]"), ("config.json", "")):
+        good = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match="cannot load a model from") as error:
+            load_policy(str(tmp_path))
+        assert "\n" not in str(error.value)
+        (tmp_path / name).write_text(good)
+    model = toy.new_model()
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    save_model(model, toy.tokenizer(), tmp_path)
+    with pytest.raises(UserError, match="not finite numbers"):
+        load_policy(str(tmp_path))
 
 
 # --- folders --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Verifiable rewards: a table of strings, the reported faults of PITFALLS.md, round trips."""
 
 import math
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -370,3 +371,19 @@ def test_what_cannot_be_loaded_is_one_clear_line(spec, own):
     with pytest.raises(UserError, match="reward") as error:
         load_reward(spec.format(own=own, dir=own.parent))
     assert "\n" not in str(error.value)
+
+
+def test_numbers_that_float32_cannot_hold_and_rewards_that_eat_their_lists(tmp_path):
+    assert call_reward(lambda p, c: [1e39, -1e39, 2.0], [""] * 3, [""] * 3) == [None, None, 2.0]
+    with pytest.raises(UserError, match="a list of 1 numbers"):
+        call_reward(lambda p, c: [10**400], [""], [""])
+    with pytest.raises(UserError, match="a list of 2 numbers"):
+        call_reward(lambda p, c: [c.pop() and 1.0] * len(c), ["", ""], ["a", "b"])
+
+
+def test_a_reward_file_may_import_what_lies_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_helper_of_rewards.py").write_text("worth = 3.0\n")
+    (tmp_path / "own.py").write_text("from my_helper_of_rewards import worth\n"
+                                     "def reward(p, c, **_): return [worth] * len(c)\n")
+    assert call_reward(load_reward(f"{tmp_path}/own.py:reward"), ["q"], ["c"]) == [3.0]

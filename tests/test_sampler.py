@@ -438,6 +438,12 @@ def test_only_a_model_in_fp32_has_a_copy():
         Sampler(model, Endless(), dtype=torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, "bf16"])
+def test_a_copy_has_one_of_three_precisions(model, dtype):
+    with pytest.raises(UserError, match="dtype must be one of torch.float32, torch.bfloat16"):
+        Sampler(model, Digits(), dtype=dtype)
+
+
 def test_nan_weights_are_named():
     model = endless()
     model.lm_head.weight.data.fill_(float("nan"))

@@ -25,6 +25,10 @@ def write_jsonl(path, rows):
     return path
 
 
+def read_rows(path):
+    return list(map(json.loads, path.read_text().splitlines()))
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A folder of small data files, good ones and bad ones."""
@@ -33,6 +37,10 @@ def data(tmp_path_factory):
     write_jsonl(folder / "pairs.jsonl", toy.pairs(40))
     write_jsonl(folder / "odd.jsonl", [{"colour": "blue", "size": 3}])
     write_jsonl(folder / "nothing.jsonl", [])
+    write_jsonl(folder / "system.jsonl", [{"prompt": [{"role": "system", "content": "t"},
+                                                      {"role": "user", "content": "1+1="}]}])
+    (folder / "run").mkdir()
+    write_jsonl(folder / "run" / "metrics.jsonl", [{"step": 1, "loss": 1.0}])
     (folder / "latin.txt").write_bytes("é?\n".encode("latin-1"))
     (folder / "blank.txt").write_text("\n \n")
     (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n{"prompt": \n')
@@ -132,6 +140,15 @@ BAD = {  # name -> script, flags, words of the error
                  ["latin.txt", "UTF-8"]),
     "no prompts": ("nanorlhf.generate", ["--model", "toy", "--prompts", "{data}/blank.txt"],
                    ["blank.txt holds no prompt"]),
+    "two system messages": ("nanorlhf.generate", ["--model", "toy", "--system", "s", "--prompts",
+                                                   "{data}/system.jsonl"], ["--system", "already"]),
+    "a file that is there": ("nanorlhf.generate", ["--model", "toy", "--prompt", "1+1=", "--out",
+                                                   "{data}/ten.jsonl"], ["ten.jsonl exists"]),
+    "two rewards": ("train_grpo.py", [*GRPO, "--reward", "toy", "--reward_model", "{rm}"],
+                    ["--reward or --reward_model"]),
+    "nothing to report on": ("nanorlhf.report", ["{data}/run", "--limit", 0], ["at least 1"]),
+    "a base that is not there": ("nanorlhf.report", ["{data}/run", "--base", "./none"],
+                                 ["cannot load a model"]),
     "no policy to talk to": ("nanorlhf.generate", ["--prompt", "1+1="], ["train_grpo.py"]),
     "no samples": ("nanorlhf.generate", ["--model", "toy", "--prompt", "1", "--n", 0], ["--n 0"]),
     "nothing to measure": ("nanorlhf.evaluate", [], ["runs/grpo", "train_grpo.py"]),
@@ -355,12 +372,26 @@ def test_a_finished_run_is_not_overwritten_unless_told(chain, data, tmp_path):
         assert [row["step"] for row in read_jsonl(copy / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_resume_notices_other_margins(chain, data, tmp_path):
+    pairs = [row | {"margin": 0} for row in read_rows(data / "pairs.jsonl")]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    flags = ["--model", chain / "sft", "--data", tmp_path / "pairs.jsonl", "--batch_size", 8,
+             "--max_steps", 2, "--save_every", 1, "--out", tmp_path / "rm"]
+    assert run("train_rm.py", *flags, cwd=tmp_path).status == 0
+    args = tmp_path / "rm" / "args.json"
+    args.write_text(args.read_text().replace('"finished": true', '"finished": false'))
+    (tmp_path / "rm" / "checkpoint" / "step_00000002.pt").unlink()
+    write_jsonl(tmp_path / "pairs.jsonl", [row | {"margin": 5} for row in pairs])
+    result = run("train_rm.py", *flags, "--resume", cwd=tmp_path)
+    assert result.status == 2 and "checksum of the encoded training rows" in result.errors[0]
+
+
 def test_generate(chain, tmp_path):
     (tmp_path / "questions.md").write_text("12+34=\n\n5+6=\n")
     result = run("nanorlhf.generate", "--model", chain / "sft", "--prompts", "questions.md",
                  "--n", 2, "--max_new_tokens", 8, "--out", "answers.jsonl", cwd=tmp_path)
     assert result.status == 0, result.err
-    rows = read_jsonl(tmp_path / "answers.jsonl")
+    rows = read_rows(tmp_path / "answers.jsonl")
     assert [row["prompt"] for row in rows] == ["12+34="] * 2 + ["5+6="] * 2
     assert all(row["finish"] in ("stop", "length") and row["tokens"] >= 1 for row in rows)
     result = run("nanorlhf.generate", "--model", chain / "sft", "--prompt", "1+1=", "--top_p", 0.9,

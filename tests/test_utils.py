@@ -6,6 +6,7 @@ import os
 import random
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -341,6 +342,45 @@ def test_overwrite_never_deletes_what_the_run_needs(name, inside, parsed, tmp_pa
         Run(config)
 
 
+def test_overwrite_deletes_runs_only(parsed, tmp_path):
+    theirs = tmp_path / "run" / "base" / "thesis.txt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("mine")
+    with pytest.raises(UserError, match="holds base, but no args.json"):
+        Run(parsed("--overwrite"))
+    assert theirs.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name, value", [
+    ("data", "run/samples.jsonl"), ("data", "run/samples.jsonl*0.5,other.jsonl*.5"),
+    ("eval_data", "run/metrics.jsonl"), ("chat_template", "run/chat_template.jinja"),
+    ("model", "adapter"), ("reward_model", "adapter")])
+def test_overwrite_never_deletes_a_file_that_the_run_reads(parsed, tmp_path, name, value):
+    begun(parsed, steps=1)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(
+        {"base_model_name_or_path": "run", "r": 4, "lora_alpha": 8}))
+    config = parsed("--overwrite")
+    setattr(config, name, value)
+    with pytest.raises(UserError, match=f"would overwrite --{name}"):
+        Run(config)
+
+
+def test_overwrite_unlinks_links(parsed, tmp_path):
+    begun(parsed, steps=1)
+    elsewhere = (tmp_path / "run" / "checkpoint").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "checkpoint").symlink_to(elsewhere)
+    begun(parsed, "--overwrite", steps=1)
+    assert list(elsewhere.iterdir()) and not (tmp_path / "run" / "checkpoint").is_symlink()
+
+
+def test_an_out_that_cannot_be_made_is_one_line(parsed, tmp_path, capsys):
+    for out in ("x" * 300, "/proc/nothing"):
+        with pytest.raises(SystemExit):
+            run_script(partial(begun, parsed, "--out", out, steps=1))
+        assert capsys.readouterr().err.startswith("error: ")
+
+
 def test_resume_notices_other_data_and_another_frozen_model(parsed, tmp_path):
     def frozen(value):
         model = toy.new_model()
@@ -354,13 +394,17 @@ def test_resume_notices_other_data_and_another_frozen_model(parsed, tmp_path):
         if step == 1:
             break
     resumed = Run(parsed("--save_every", 1, "--resume"))
-    with pytest.raises(UserError, match="sum of the start models' weights was"):
-        resumed.start(frozen(2.0), model=frozen(0.5))
+    for other in (2.0, -1.0):
+        with pytest.raises(UserError, match="checksum of the start models' weights was"):
+            resumed.start(frozen(other), model=frozen(0.5))
+        resumed = Run(parsed("--save_every", 1, "--resume"))
     resumed = Run(parsed("--save_every", 1, "--resume"))
     done = resumed.start(frozen(1.0), model=frozen(0.5))
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     for other in (range(150), range(1, 201)):  # fewer rows; as many, but others
         with pytest.raises(UserError, match="checksum of the encoded training rows was"):
             next(resumed.steps(other, done))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     assert next(resumed.steps(range(200), done))[0] == 2
 
 
@@ -374,7 +418,7 @@ def test_save_every(parsed, tmp_path, every, kept):
 
 
 def test_overwrite_takes_the_logs_of_tensorboard_away(parsed, tmp_path):
-    (tmp_path / "run").mkdir()
+    begun(parsed, steps=1)
     (tmp_path / "run" / "events.out.tfevents.1").touch()
     begun(parsed, "--overwrite", steps=1)
     assert not list((tmp_path / "run").glob("events*"))
@@ -408,7 +452,9 @@ def test_a_resume_needs_the_flags_of_the_start(parsed):
 def resumed(parsed):
     run = Run(parsed("--resume", "--device", "cpu"))
     thing = Thing(None)
-    return run.start(thing=thing), run.kept.get("kl_coef"), thing.value
+    done = run.start(thing=thing), run.kept.get("kl_coef"), thing.value
+    run._open()  # what the first log does
+    return done
 
 
 def steps_logged(folder, name="metrics.jsonl"):
@@ -434,6 +480,7 @@ def test_a_half_written_line_is_dropped_too(parsed, tmp_path):
 @pytest.mark.parametrize("damage", ["cut", "empty", "noise"])
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(parsed, tmp_path, capsys, damage):
     """CKP-6."""
+    utils.warn.cache_clear()
     begun(parsed, steps=7, every=3)
     newest = tmp_path / "run" / "checkpoint" / "step_00000006.pt"
     good = newest.read_bytes()
@@ -485,6 +532,66 @@ def test_random_states_are_restored(parsed, monkeypatch):
     set_seed(4)
     assert resumed(parsed)[0] == 1
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == expected
+
+
+def test_a_byte_that_flips_within_a_tensor_is_noticed(parsed, tmp_path, capsys):
+    utils.warn.cache_clear()
+    run = Run(parsed("--save_every", 1))
+    run.start(model=toy.new_model())
+    run.log(1, {})
+    run.save(1)
+    run.log(2, {})
+    run.save(2)
+    newest = tmp_path / "run" / "checkpoint" / "step_00000002.pt"
+    good = bytearray(newest.read_bytes())
+    good[len(good) // 2] ^= 1
+    newest.write_bytes(good)
+    assert Run(parsed("--save_every", 1, "--resume")).start(model=toy.new_model()) == 1
+    assert "step_00000002.pt is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", '{"step": 2}\n', "5\n", '{"loss": 1}\n'])
+def test_a_resume_needs_the_whole_log(parsed, tmp_path, text):
+    begun(parsed, steps=2)
+    (tmp_path / "run" / "metrics.jsonl").write_text(text)
+    with pytest.raises(UserError, match="metrics.jsonl lacks steps|cannot read the log"):
+        resumed(parsed)
+
+
+def test_two_runs_in_one_folder_notice_each_other(parsed, tmp_path):
+    first, second = Run(parsed()), Run(parsed())  # both before either has written
+    first.start(thing=Thing(0))
+    second.start(thing=Thing(0))
+    first.log(1, {"loss": 1.0})
+    with pytest.raises(OSError, match="exists"):
+        second.log(1, {"loss": 2.0})
+    first.save(1)
+    assert resumed(parsed)[0] == 1
+    later = Run(parsed("--resume", "--device", "cpu"))
+    later.start(thing=Thing(None))
+    later.log(2, {"loss": 3.0})
+    with pytest.raises(UserError, match="somebody else has changed"):
+        first.log(2, {"loss": 4.0})
+    assert steps_logged(tmp_path) == [1, 2]
+
+
+def test_resume_notices_another_reward_file(parsed, tmp_path):
+    (tmp_path / "mine.py").write_text("def f(p, c, **_): return [1.0] * len(c)\n")
+
+    def run(*flags):
+        config = parsed("--device", "cpu", *flags)
+        config.reward = str(tmp_path / "mine.py") + ":f"
+        found = Run(config)
+        found.start(thing=Thing(0))
+        return found
+
+    begun = run()
+    begun.log(1, {})
+    begun.save(1)
+    run("--resume")
+    (tmp_path / "mine.py").write_text("def f(p, c, **_): return [2.0] * len(c)\n")
+    with pytest.raises(UserError, match="checksum of the --reward file was"):
+        run("--resume")
 
 
 # --- metrics --------------------------------------------------------------------------------------
