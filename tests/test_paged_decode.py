@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
-from nanorlhf import decode_kernel
+from nanorlhf import decode_kernel, graphs
 from nanorlhf.attention import paged_layout
 from nanorlhf.cache import PagedKVCache
 from nanorlhf.decode_kernel import paged_decode
@@ -70,8 +70,9 @@ def test_kernel_equals_dense_attention(positions, block_size, H, K, D, options):
 
 
 @interpreted
+@pytest.mark.parametrize("graphed", [False, True])  # True: on the fixed input of a CUDA graph
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # grouped heads; window and softcap too
-def test_kernel_samples_the_same_tokens(family, monkeypatch):
+def test_kernel_samples_the_same_tokens(family, graphed, monkeypatch):
     from test_sampler import Endless, endless, ids_of, tokens
 
     from nanorlhf.sampler import Sampler, SamplingParams
@@ -81,6 +82,8 @@ def test_kernel_samples_the_same_tokens(family, monkeypatch):
     expected, calls = sampler.generate(ids_of(3, 30), params), []
     monkeypatch.setattr(decode_kernel, "usable", lambda device: True)
     monkeypatch.setattr(decode_kernel, "splits_for", lambda *_: calls.append(1) or 2)
+    monkeypatch.setattr(graphs, "usable", lambda device: graphed)
+    monkeypatch.setattr(graphs.DecodeGraphs, "record", lambda self, decode: decode)
     found = sampler.generate(ids_of(3, 30), params)
     assert tokens(found) == tokens(expected) and len(calls) >= 2 * 2  # layers, passes
     for a, b in zip(found, expected, strict=True):
@@ -114,7 +117,7 @@ def test_interpreted_tests_pass():
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "test_kernel"],
         cwd=ROOT, text=True, capture_output=True, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0 and "32 passed" in done.stdout, done.stdout[-4000:] + done.stderr
+    assert done.returncode == 0 and "34 passed" in done.stdout, done.stdout[-4000:] + done.stderr
 
 
 @compiled
