@@ -3,9 +3,12 @@
     python benchmarks/train.py                                  both sizes, CPU, one thread
     python benchmarks/train.py --sizes tiny --tasks sft rm
     python benchmarks/train.py --ppo_python other/bin/python    PPO too: trl 1.12.0 still has it
+    python benchmarks/train.py --sizes real --tasks grpo --policy my/smollm2 --questions rows.jsonl
 
 Models: "tiny" is the embedded world's, on its own rows; "135m" a random Llama with the shape of
-SmolLM2-135M, on rows of random characters whose lengths are log-normal (mean 200 tokens). Both
+SmolLM2-135M, on rows of random characters whose lengths are log-normal (mean 200 tokens). These
+hardly ever end an answer by themselves; "real" is a folder's policy on the shortest questions of a
+file (columns instruction and input), whose answers are as long as it likes, up to 256 tokens. Both
 sides get one file of rows, one batch size, longest row, learning rate, clipping at norm 1, fp32,
 one thread, no gradient checkpointing (TRL's default is on, ours off), no evaluation, logging or
 saving.
@@ -46,6 +49,7 @@ SIZES = {  # rows, pairs, answers of a step; answers: GRPO's and PPO's, of up to
                  lr=1e-4),
     "135m": dict(rows=8, pairs=4, steps=2, answers=16, group=4, rl_steps=2, new=32, warmup=0,
                  lr=1e-6),
+    "real": dict(answers=16, group=4, rl_steps=2, new=256, warmup=0, lr=1e-6),
 }  # steps: those of an epoch; warmup: epochs before the one that is timed
 BATCH = {"sft": "rows", "rm": "pairs", "dpo": "pairs", "grpo": "answers", "ppo": "answers"}
 MAX_LEN = 512
@@ -58,6 +62,19 @@ def digits(prompts, completions, **_):
 
 
 # --- what both sides get --------------------------------------------------------------------------
+
+
+def real_inputs(folder, policy, questions):
+    """GRPO's rows and policy/ of a folder that is there."""
+    rows = map(json.loads, Path(questions).read_text().splitlines())
+    texts = sorted((f"{row['instruction']}\n\n{row['input']}".strip() for row in rows), key=len)
+    plan = SIZES["real"]
+    for name, n in ("grpo", plan["answers"] * plan["rl_steps"] // plan["group"]), (
+            "grpo_held_out", 2):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(
+            {"prompt": [{"role": "user", "content": text}]}) + "\n" for text in texts[:n]))
+    (folder / "policy").symlink_to(Path(policy).resolve())
+    (folder / "reward.py").write_text(REWARD)
 
 
 def make_inputs(size, folder):
@@ -306,7 +323,8 @@ def earlier():
     """{(size, task): {side: runs}} of the file, if it is of this machine and these plans."""
     path = RESULTS / "train.json"
     old = json.loads(path.read_text()) if path.exists() else {}
-    if (old.get("machine"), old.get("plans")) != (machine(), SIZES):
+    plans = old.get("plans", {})
+    if old.get("machine") != machine() or any(SIZES.get(k) != plan for k, plan in plans.items()):
         return {}
     return {(r["size"], r["task"]): {side: r[side] for side in ("ours", "trl")}
             for r in old["runs"]}
@@ -336,12 +354,14 @@ def write(runs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "135m"])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--repeats", type=int, help="runs of each; else 2 of tiny, 1 of 135m")
     parser.add_argument("--ppo_python", help="python of an environment with trl 1.12.0")
     parser.add_argument("--one", nargs=4, metavar=("TASK", "SIDE", "SIZE", "FOLDER"),
                         help="run this one here, print JSON, stop")
+    parser.add_argument("--policy", help="of size real: a folder")
+    parser.add_argument("--questions", help="of size real: a .jsonl file")
     parser.add_argument("--inputs", nargs=2, metavar=("SIZE", "FOLDER"), help="write these, stop")
     args = parser.parse_args()
     if args.one:
@@ -354,10 +374,13 @@ def main():
     runs = earlier()
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            call(sys.executable, "--inputs", size, folder)
-            for task in tasks:
+            if size == "real":
+                real_inputs(Path(folder), args.policy, args.questions)
+            else:
+                call(sys.executable, "--inputs", size, folder)
+            for task in tasks if size != "real" else ["grpo"]:
                 found = runs[size, task] = {"ours": [], "trl": []}
-                for side in ("ours", "trl") * (args.repeats or {"tiny": 2, "135m": 1}[size]):
+                for side in ("ours", "trl") * (args.repeats or (2 if size == "tiny" else 1)):
                     other = (task, side) == ("ppo", "trl")
                     out = call(args.ppo_python if other else sys.executable, "--one", task, side,
                                size, folder)
