@@ -283,7 +283,8 @@ class Run:
         if config.resume and config.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
         if config.overwrite:
-            if self.existing and not self.args_file.exists():
+            ours = any((folder / name).exists() for name in ("args.json", *LOGS))
+            if self.existing and not ours:
                 raise UserError(f"--overwrite: {folder} holds {self.existing[0].name}, but no "
                                 "args.json, so it is no run of ours; give another --out")
             for name, used in self._inputs():
