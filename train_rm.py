@@ -77,7 +77,8 @@ def train(cfg):
 
         # --- evaluation on held-out pairs, and a resume point ---
         if run.due(step, cfg.eval_every):
-            found, scores = evaluate.rank(scorer, held_out, cfg.micro_tokens, cfg.device)
+            with autocast(cfg.device, cfg.dtype):
+                found, scores = evaluate.rank(scorer, held_out, cfg.micro_tokens, cfg.device)
             metrics |= {f"eval_{name}": value for name, value in found.items()}
             run.samples(step + 1, [
                 {"response": tokenizer.decode(row[0]), "score": float(score), "preferred": side}
@@ -87,7 +88,8 @@ def train(cfg):
 
     # Mean and spread of the held-out scores travel in config.json: PPO rewards are normalised by
     # them, plain transformers ignores them.
-    scores = evaluate.pair_scores(scorer, held_out, cfg.micro_tokens, cfg.device)
+    with autocast(cfg.device, cfg.dtype):
+        scores = evaluate.pair_scores(scorer, held_out, cfg.micro_tokens, cfg.device)
     scorer.config.reward_mean = scores.mean().item()
     scorer.config.reward_std = max(scores.std().item(), 1e-3)
     run.finish(lambda folder: save_model(scorer, tokenizer, folder))

@@ -81,7 +81,8 @@ def train(cfg):
 
         # --- evaluation on held-out rows, and a resume point ---
         if run.due(step, cfg.eval_every):
-            logp, _ = score_tokens(model, held_out, 1.0, cfg.micro_tokens)
+            with autocast(cfg.device, cfg.dtype):
+                logp, _ = score_tokens(model, held_out, 1.0, cfg.micro_tokens)
             metrics["eval_loss"] = sft_loss(logp, held_out.loss_mask) / held_out.loss_mask.sum()
             if prompts:  # rows of plain text have none
                 metrics |= evaluate.held_out_answers(run, step, sampler, prompts)

@@ -20,7 +20,7 @@ from nanorlhf import data, toy
 from nanorlhf.losses import bradley_terry_loss
 from nanorlhf.model import (eos_ids, is_scorer, load_policy, load_reference, load_reward_model,
                             load_scorer, longest, sequence_scores)
-from nanorlhf.rollout import lay_out, mean, model_scores, right_answers, score_tokens
+from nanorlhf.rollout import answers, lay_out, mean, model_scores, right_answers, score_tokens
 from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import DTYPES, UserError, clean, flag, main, writable
 
@@ -39,7 +39,7 @@ def answer(sampler, prompts, params, embedded=False):
     """(metrics, completions, 0/1/None for each) of held-out prompts, a list of (ids, columns). The
     last list says which answers are right; it is empty if nothing can tell."""
     sampler.sync()
-    completions = sampler.generate([ids for ids, _ in prompts], params)
+    completions = answers(sampler, prompts, params)
     found = right_answers(prompts, completions, embedded)
     right = next(iter(found.values()), [])
     metrics = {"response_length": mean([len(c.token_ids) for c in completions]),

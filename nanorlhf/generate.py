@@ -78,7 +78,7 @@ def read_prompts(cfg):
     path = Path(cfg.prompts)
     if not cfg.prompts:
         return [{"prompt": cfg.prompt}]
-    if path.suffix in data.FORMATS or not path.is_file():
+    if path.suffix.lower() in data.FORMATS or not path.is_file():
         return data.load_rows(cfg.prompts)
     try:
         lines = path.read_text("utf-8-sig").split("\n")

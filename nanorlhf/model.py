@@ -229,12 +229,12 @@ def distinct_pad(model, tokenizer):
 
 
 def eos_ids(model, tokenizer):
-    """Every token id that ends a response: the tokenizer's and the model's own list."""
-    ids = {tokenizer.eos_token_id}
-    for config in (model.config.get_text_config(), getattr(model, "generation_config", None)):
-        found = getattr(config, "eos_token_id", None)
-        ids.update(found if isinstance(found, (list, tuple)) else [found])
-    return ids - {None}
+    """Every token id that ends a response: the tokenizer's and those of the generation config or,
+    in a reward model, which has none, of the config."""
+    config = getattr(model, "generation_config", None) or model.config.get_text_config()
+    found = config.eos_token_id
+    found = found if isinstance(found, (list, tuple)) else [found]
+    return {tokenizer.eos_token_id, *found} - {None}
 
 
 def save_model(model, tokenizer, folder):

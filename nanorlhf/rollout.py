@@ -66,10 +66,7 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
                              max_new_tokens=config.max_new_tokens,
                              seed=derive_seed(config.seed, step, i)) for i in range(len(prompts))]
     sampler.sync()
-    completions = sampler.generate([ids for ids, _ in prompts], params)
-    refused = next((c.text for c in completions if c.finish_reason == "refused"), None)
-    if refused:
-        raise UserError(f"a prompt cannot be answered: {refused}")
+    completions = answers(sampler, prompts, params)
     rollout = lay_out(completions, config.device)
     how = config.temperature, config.micro_tokens
     with torch.no_grad(), autocast(config.device, config.dtype):
@@ -89,6 +86,14 @@ def roll_out(config, step, prompts, sampler, reward, policy, reference=None):
     if step == 0:
         warn_if_hopeless(completions, config.max_new_tokens, reward)
     return rollout, metrics
+
+
+def answers(sampler, prompts, params):
+    """Completions of prompts, a list of (ids, columns); one that is refused is an error."""
+    completions = sampler.generate([ids for ids, _ in prompts], params)
+    if refused := [c.text for c in completions if c.finish_reason == "refused"]:
+        raise UserError(f"a prompt cannot be answered: {refused[0]}")
+    return completions
 
 
 def mini_batches(rollout, config, step, aggregation):

@@ -37,6 +37,7 @@ from transformers.pytorch_utils import Conv1D
 from nanorlhf import graphs
 from nanorlhf.attention import paged_layout
 from nanorlhf.cache import BlockManager, PagedKVCache
+from nanorlhf.model import eos_ids
 from nanorlhf.utils import DTYPES, UserError
 
 CPU_CACHE_BYTES = 2 * 1024**3
@@ -150,7 +151,7 @@ class Sequence:
     params: SamplingParams
     ids: list[int]  # the prompt and what was generated
     limit: int  # most ids that it may come to
-    stop: set[int] = frozenset()  # may hold None, which no token equals
+    stop: set[int] = frozenset()
     refusal: str = ""  # why it can never run
     uniforms: list[float] = ()  # one for each new token
     logprobs: list[float] = field(default_factory=list)  # one for each new token so far
@@ -331,9 +332,7 @@ class Sampler:
         limit = getattr(self.config, "max_position_embeddings", None) or 2**31
         room = min(params.max_new_tokens, limit - len(ids))
         refusal = self._refusal(ids, room, num_blocks)
-        eos = self.model.generation_config.eos_token_id
-        stop = {self.tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos]),
-                *params.stop_token_ids}
+        stop = eos_ids(self.model, self.tokenizer).union(params.stop_token_ids)
         seed = int(torch.randint(2**62, ())) if params.seed is None else params.seed
         return [Sequence(number, k, params, list(ids), len(ids) + room, stop, refusal,
                          uniforms(seed, ids, k, 0 if refusal else room).tolist())

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from launch import run
-from nanorlhf import evaluate, toy
-from nanorlhf.model import save_model
+from nanorlhf import data, evaluate, generate, toy
+from nanorlhf.model import eos_ids, save_model
+from nanorlhf.sampler import Sampler, SamplingParams
 from nanorlhf.utils import UserError
 
 
@@ -99,3 +100,24 @@ def test_kl_is_of_the_distributions_that_were_sampled_from(monkeypatch, tmp_path
     with pytest.raises(UserError, match="its --prompt"):
         monkeypatch.setattr(evaluate, "is_scorer", lambda path: True)
         evaluate.evaluate(evaluate.Config(model="rm", response="x"))
+
+
+def test_an_answer_that_is_refused_is_an_error_not_a_wrong_answer():
+    model, tokenizer = toy.new_model(), toy.tokenizer()
+    prompts = data.encode_prompts(toy.prompts(2), tokenizer, 99)
+    with pytest.raises(UserError, match="cannot be answered.*cache blocks"):
+        evaluate.answer(Sampler(model, tokenizer, num_blocks=1), prompts, SamplingParams())
+
+
+def test_prompts_of_a_file_with_a_capital_suffix_are_rows(tmp_path):
+    (tmp_path / "ROWS.JSONL").write_text('{"prompt": "1+1="}\n')
+    rows = generate.read_prompts(generate.Config(prompts=str(tmp_path / "ROWS.JSONL")))
+    assert [row["prompt"] for row in rows] == ["1+1="]
+
+
+def test_training_and_sampling_end_by_the_same_tokens():
+    model, tokenizer = toy.new_model(), toy.tokenizer()
+    model.config.eos_token_id, model.generation_config.eos_token_id = 7, [8, 9]
+    sampler = Sampler(model, tokenizer)
+    [sequence] = sampler._group(0, [5], SamplingParams(), 99)
+    assert sequence.stop == eos_ids(model, tokenizer) == {tokenizer.eos_token_id, 8, 9}
