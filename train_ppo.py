@@ -33,7 +33,7 @@ from nanorlhf.rewards import load_reward
 from nanorlhf.rollout import mini_batches, rl_prompts, roll_out
 from nanorlhf.sampler import Sampler
 from nanorlhf.utils import (Common, Run, UserError, add_stats, flag, lr_at, main, mean_stats,
-                            optimizer_step, trainable)
+                            optimizer_step, trainable, warn)
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Config(Common):
     gae_lambda: float = flag(0.95, "GAE: 0 trusts the critic, 1 trusts the sampled return")
     clip_eps_low: float = flag(0.2, "the ratio is clipped at 1 - this")
     clip_eps_high: float = flag(0.2, "the ratio is clipped at 1 + this")
-    dual_clip: float = flag(0.0, "lower bound of the loss for negative advantages; 0: none")
+    dual_clip: float = flag(0.0, "least objective, times a negative advantage; above 1; 0: none")
     value_clip: float = flag(0.2, "values move at most this far in an iteration; 0: no clipping")
     reward_clip: float = flag(10.0, "scores are cut to +- this")
     missing_eos_penalty: float = flag(1.0, "taken off the score of an answer that did not stop")
@@ -100,6 +100,10 @@ def train(cfg):
 
     # --- training ---
     for step, picked in run.steps(prompts, start):
+        if cfg.critic_warmup >= run.total:
+            warn(f"--critic_warmup {cfg.critic_warmup} takes all {run.total} iterations, so the "
+                 "policy is not trained; lower it or raise --epochs")
+
         # 1. Answer the prompts of this iteration, score the answers, and ask the critic.
         rollout, metrics = roll_out(cfg, step, [prompts[i] for i in picked], sampler, reward,
                                     model, reference)

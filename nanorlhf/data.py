@@ -461,7 +461,7 @@ def encode_prompts(rows, tokenizer, max_len, usable=None, or_none=False):
             raise Dropped(f"prompt longer than --max_len {max_len}")
         gold = [columns[name] for name in ("answer", "tests") if name in columns]
         if gold and not any(str(g or "").strip() for g in gold) or usable and not usable(columns):
-            raise Dropped("no answer to judge by")
+            raise Dropped("no answer to judge by (a column, or --reward)")
         talk = "\n".join(f"{turn['role']}: {turn['content']}" for turn in messages)
         return ids, columns | {"prompt": talk if messages[1:] else messages[0]["content"]}
     kept = _encode_rows(rows, encode_row, or_none)

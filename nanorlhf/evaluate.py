@@ -2,7 +2,7 @@
 
     python -m nanorlhf.evaluate --model runs/grpo --data toy --n 8
     python -m nanorlhf.evaluate --model runs/rm --data toy --pairs_from runs/sft
-    python -m nanorlhf.evaluate --model runs/rm --prompt "12+34=" --response "#### 46"
+    python -m nanorlhf.evaluate --model runs/rm --prompt "1234+5678=" --response "#### 6912"
 
 A policy answers prompts: share of right answers (gold score on the embedded world), pass@k,
 best-of-n under a reward model, length, share of answers that stop by themselves, KL from a base. A
@@ -119,7 +119,7 @@ class Config:
     micro_tokens: int = flag(4096, "tokens of one forward pass")
     base: str = flag("", "with a policy: also its KL per answer from this start model")
     reward_model: str = flag("", "with a policy and --n: best-of-n under this reward model")
-    pairs_from: str = flag("", "with a reward model on toy: pairs sampled from this policy")
+    pairs_from: str = flag("", "with a reward model on toy: sample pairs from this; empty: made up")
     prompt: str = flag("", "with a reward model: score one --response to this prompt")
     response: str = flag("", "the response that belongs to --prompt")
     seed: int = flag(0, "seed of sampling")

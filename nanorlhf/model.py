@@ -147,7 +147,7 @@ def read_folder(path):
         made = f"; `python train_{name}.py` makes it" if name in RUNS else ""
         raise UserError(f"no model folder {path}{made}")
     if (Path(path) / "args.json").exists() and not list(Path(path).glob("*config.json")):
-        raise UserError(f"{path} is a run that has not finished; --resume goes on with it")
+        raise UserError(f"{path} is an unfinished run; go on by --resume, or --overwrite it")
     if adapter := lora.read(path):
         try:
             tokenizer, _ = read_folder(adapter["base_model_name_or_path"])

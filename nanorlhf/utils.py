@@ -168,7 +168,7 @@ def run_script(action, trains=False):
             if trains else "ask for fewer or shorter answers"), 2
     except KeyboardInterrupt:
         message, status = "\ninterrupted" + (
-            "; --resume goes on from the last checkpoint" if trains else ""), 130
+            "; --resume goes on from the last checkpoint (--save_every)" if trains else ""), 130
     print(message, file=sys.stderr)
     sys.exit(status)
 

@@ -202,7 +202,7 @@ def test_missing_models_name_the_command_that_makes_them(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot load a model from ./empty"):
         load_policy("./empty")
     (tmp_path / "empty" / "args.json").write_text("{}")
-    with pytest.raises(UserError, match="./empty is a run that has not finished; --resume"):
+    with pytest.raises(UserError, match="./empty is an unfinished run; go on by --resume"):
         load_policy("./empty")
 
 

@@ -386,6 +386,13 @@ def test_resume_notices_other_margins(chain, data, tmp_path):
     assert result.status == 2 and "checksum of the encoded training rows" in result.errors[0]
 
 
+def test_a_ppo_that_only_warms_its_critic_up_is_told(chain, tmp_path):
+    flags = ["--model", chain / "sft", "--reward", "toy", "--toy_rows", 4, "--batch_size", 4,
+             "--max_new_tokens", 4, "--eval_prompts", 2, "--out", tmp_path / "ppo"]
+    result = run("train_ppo.py", *flags, cwd=tmp_path)
+    assert result.status == 0 and "--critic_warmup 3 takes all 1 iterations" in result.err
+
+
 def test_generate(chain, tmp_path):
     (tmp_path / "questions.md").write_text("12+34=\n\n5+6=\n")
     result = run("nanorlhf.generate", "--model", chain / "sft", "--prompts", "questions.md",
